@@ -75,6 +75,7 @@ _FIELDS = {
     "bands": "noise.bands",
     "v": "noise.v",
     "relation": "privacy.relation",
+    "colluders": "privacy.colluders",
     "accountant": "privacy.accountants",
 }
 
@@ -189,6 +190,7 @@ class Experiment(Section):
             accountants=self.privacy.accountants,
             relation=self.privacy.relation,
             individual=self.privacy.individual is not None,
+            colluders=self.privacy.colluders,
             budget=self.privacy.budget,
             precision=self.client.precision,
             drops_failures=self.client.on_error == "drop",

@@ -65,6 +65,11 @@ class Privacy(Section):
     budget: float | None = Field(
         default=None, gt=0, description="epsilon that the run stops short of exceeding"
     )
+    colluders: int = Field(
+        default=0,
+        ge=0,
+        description="clients who tell an observer all they know; guarantees against these too",
+    )
 
     individual: Annotated[float, Field(gt=0)] | SerializeAsAny[BudgetDistribution] | None = Field(
         default=None,

@@ -417,12 +417,18 @@ BOUND = (
     "L2 norm of what a client sends, or of a sample's gradient. Default: 1; with --std to be given."
 )
 SAMPLING = (
-    "fixed (size; the default), poisson, full, with-replacement, public or random-allocation."
+    "fixed (size; the default), poisson, truncated-poisson, full, with-replacement, public or "
+    "random-allocation."
 )
+CAP = "Clients of a round at most, with --sampling truncated-poisson."
+COLLUDERS = "Clients who tell all they know, where clients draw the noise."
 EPOCH = "Rounds T of an epoch, with --sampling random-allocation."
 PER_EPOCH = "Of these, the rounds that each client is in. Default: 1."
 RELATION = "replace_one (the default), add_remove (for poisson, random-allocation) or zero_out."
-SAMPLINGS = ("fixed", "poisson", "full", "with-replacement", "public", "random-allocation")
+SAMPLINGS = (
+    "fixed", "poisson", "truncated-poisson", "full", "with-replacement", "public",
+    "random-allocation",
+)  # fmt: skip
 RELATIONS = ("replace_one", "add_remove", "zero_out")
 UNITS = ("client", "sample")
 DRAWERS = ("client", "server")
@@ -468,7 +474,9 @@ def budget(
     unit: Annotated[str | None, _option(UNIT, words=UNITS)] = None,
     population: Annotated[int | None, _count("Clients N.", CLIENT)] = None,
     cohort: Annotated[int | None, _count("Clients r of a round.", CLIENT)] = None,
+    cap: Annotated[int | None, _count(CAP, CLIENT)] = None,
     placement: Annotated[str | None, _option(DRAWS, CLIENT, DRAWERS)] = None,
+    colluders: Annotated[int | None, _count(COLLUDERS, CLIENT)] = None,
     v: Annotated[float | None, _option(CONSTANT, CLIENT)] = None,
     samples: Annotated[int | None, _count("Samples n of the client.", SAMPLE)] = None,
     batch: Annotated[int | None, _count("Samples B of a batch.", SAMPLE)] = None,

@@ -55,6 +55,7 @@ class Setting:
     # the histogram that all clients are asked for (`raydpfl.privacy.Survey`); None: none
     survey: Any
     accountants: tuple[str, ...]  # those that the config asks for
+    colluders: int  # clients against whom there are guarantees too
     relation: Any  # the neighbouring relation that the config asks for; may be `auto`
     individual: bool  # whether clients have budgets of their own, by the norms of what they send
     budget: float | None  # epsilon that the run may not exceed; None: any

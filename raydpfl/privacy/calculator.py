@@ -454,11 +454,13 @@ def of_clients(
     bound: float | None = None,
     delta: float = 1e-5,
     sampling: str = "fixed",
+    cap: int | None = None,
     epoch: int | None = None,
     per_epoch: int | None = None,
     relation: str = "auto",
     placement: str = "auto",
     participations: int | None = None,
+    colluders: int = 0,
     strategy: str | None = None,
     separation: int = 1,
     noise: str | None = None,
@@ -472,9 +474,11 @@ def of_clients(
 
     `participations` is the largest number of rounds (with replacement: of draws) of any client,
     against an observer who knows the cohorts; None: every round. `epoch` and `per_epoch` (1 by
-    default) are those of a random allocation. For it and for Poisson sampling `relation` auto is
-    add_remove and `placement` auto is server, else replace_one and client. `v` is the constant of
-    000 Theorem 3.2. Raises `ConfigError` on the name of a parameter.
+    default) are those of a random allocation, `cap` is that of truncated Poisson sampling. With
+    `colluders` there are answers against as many clients who tell what they know; clients must draw
+    the noise. Where the size of a cohort is a secret `relation` auto is add_remove and `placement`
+    auto is server, else replace_one and client. `v` is the constant of 000 Theorem 3.2. Raises
+    `ConfigError` on the name of a parameter.
 
     With a `strategy` (one of `factorization.STRATEGIES`) the server's noise is correlated over the
     rounds. Cohorts are public or full, a client's rounds at least `separation` apart. The noise is
@@ -488,7 +492,9 @@ def of_clients(
     per_epoch = 1 if epoch and per_epoch is None else per_epoch
     size = scheme.default(population, epoch, per_epoch) if cohort is None else cohort
     # which refuses None
-    who = Sampling(scheme.kind, population, cast(int, size), epoch=epoch, per_epoch=per_epoch)
+    who = Sampling(
+        scheme.kind, population, cast(int, size), epoch=epoch, per_epoch=per_epoch, cap=cap
+    )
     # auto: the clients, unless their part of the noise would depend on a secret
     of_server = noise is not None and not INTEGER_NOISES.get(noise, SkellamNoise).by_clients
     by_server = who.size_secret or strategy or of_server
@@ -498,7 +504,9 @@ def of_clients(
     if not place:
         raise ConfigError("placement", placement, "client or server")
     query = Query("updates", bound or 1.0, 0.0)
-    mechanism = Mechanism(who, (query,), 1 if rounds is None else rounds, placement=place)
+    mechanism = Mechanism(
+        who, (query,), 1 if rounds is None else rounds, placement=place, colluders=colluders
+    )
     z = _multiplier(noise_multiplier, std, bound, mechanism.draws)
     unknown = _unknown(z, epsilon, rounds, "rounds")
     limit = math.inf if rounds is None else rounds * (who.cohort if who.repeats else 1)
@@ -696,7 +704,8 @@ def _covered(mechanism: Mechanism, asked: str, delta: float) -> Relation:
         nearest.append("--placement server")
     if who.cohort <= who.population:
         for kind in ("fixed", "poisson", "with_replacement"):
-            drawn = replace(mechanism, sampling=replace(who, kind=kind, epoch=None, per_epoch=None))
+            other = replace(who, kind=kind, epoch=None, per_epoch=None, cap=None)
+            drawn = replace(mechanism, sampling=other)
             nearest += [] if covers("pld", drawn, relation) else [f"--sampling {kind}"]
     expected = f"{' or '.join(nearest)}: {reason.split('; nearest')[0]}"
     if relations:

@@ -45,6 +45,8 @@ class Observer(StrEnum):
 
     AGGREGATES = "every aggregate"
     UPDATES = "every single update"
+    # whether some of the clients took part, and which noise they drew
+    COLLUDERS = "every aggregate and what colluders know"
 
 
 @dataclass(frozen=True)

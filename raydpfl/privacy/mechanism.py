@@ -160,8 +160,7 @@ class Mechanism:
     """`rounds` times: sample, bound, sum, add noise, release. Accountants read this and nothing
     else; `ConfigError` for a field out of range.
 
-    Against k participants who know their own noise, or after k dropouts, account for
-    `with_noise(z * sqrt((r - k) / r))`.
+    After k dropouts of clients with their noise, account for `with_noise(z * sqrt((r - k) / r))`.
 
     Args:
         sampling, queries: who takes part in a round, and the sums that it releases.
@@ -177,6 +176,9 @@ class Mechanism:
         noise_in_state: whether a client's state holds what it sent with the noise that it drew, of
             which an observer sees only the sum.
         survey: what all clients also answer; None: nothing.
+        colluders: clients who tell an observer whether they took part and which noise they drew,
+            against whom there are guarantees too (`raydpfl.privacy.observers.views`). Where clients
+            draw the noise, and cohorts are known or of fixed size.
         squares: where the noise on the first query is correlated over the rounds, the squared
             sensitivity of 1, 2, ... participations of a client, in its bounds and z being the noise
             that is correlated (`raydpfl.privacy.factorization`); empty: rounds are independent.
@@ -198,6 +200,7 @@ class Mechanism:
     squares: tuple[float, ...] = ()
     integer: IntegerNoise | None = None
     factors: tuple[float, ...] = ()
+    colluders: int = 0
 
     # what `LocalSteps` has otherwise, which see
     by_draws: ClassVar[bool] = False
@@ -216,6 +219,8 @@ class Mechanism:
             raise ConfigError("factors", self.factors, "positive finite numbers, one a round")
         differ = any(factor != 1 for factor in self.factors)
         object.__setattr__(self, "factors", tuple(self.factors) if differ else ())
+        if self.colluders:
+            self._check_colluders()
         object.__setattr__(self, "queries", tuple(self.queries))
         object.__setattr__(self, "exclusions", tuple(self.exclusions))
 
@@ -229,6 +234,34 @@ class Mechanism:
         """
         query = Query("gradient", bound, batch * std)
         return cls(Sampling("fixed", samples, batch), (query,), steps, "sample", "step")
+
+    def _check_colluders(self) -> None:
+        sampling = self.sampling
+        if not (is_count(self.colluders) and 0 < self.colluders < sampling.population):
+            expected = f"an integer from 0, below the {sampling.population} clients"
+            raise ConfigError("colluders", self.colluders, expected)
+        if not self.distributed or self.integer:
+            expected = "0 where clients do not draw Gaussian noise on sums"
+            raise ConfigError("colluders", self.colluders, expected)
+        if sampling.hidden and sampling.scheme.against(sampling, self.colluders) is None:
+            expected = f"0 with {sampling}; cohorts that all know, or of a fixed size, are covered"
+            raise ConfigError("colluders", self.colluders, expected)
+
+    def with_colluders(self, cohorts_known: bool) -> Mechanism:
+        """What an observer sees to whom the `colluders` tell what they know: of hidden cohorts how
+        many of them took part, or, of cohorts that it knows, as many as may be there with a client.
+        """
+        k, r = self.colluders, self.sampling.cohort
+        survey = self.survey
+        if survey:
+            left = max(survey.clients - k, 1) / survey.clients
+            survey = replace(survey, std=survey.std * math.sqrt(left))
+        told = replace(self, survey=survey, colluders=0)
+        if self.sampling.hidden and not cohorts_known:
+            sampling = self.sampling.scheme.against(self.sampling, k)
+            assert sampling is not None
+            return replace(told, sampling=sampling)
+        return told.with_noise(self.noise_multiplier * math.sqrt((r - min(k, r - 1)) / r))
 
     @property
     def private(self) -> bool:
@@ -367,6 +400,9 @@ class Mechanism:
             return f"clients with state ({self.stateful}) in a Poisson cohort are {known}"
         if self.factors and self.sampling.scheme.in_epochs():
             return f"{self.sampling.kind} of rounds whose noise differs; nearest: selection poisson"
+        if self.sampling.colluders and relation == "add_remove":
+            reason = "colluders know how many of them were drawn, which tells whether a client is"
+            return f"{reason} there; nearest: zero_out or replace_one"
         if not self.distributed:
             return None
         nearest = "nearest: noise.placement server"

@@ -40,13 +40,15 @@ def views(
     mechanism: Mechanism, relation: Relation, rounds: int, participations: int | None
 ) -> Iterator[ObserverView]:
     """The observers that differ in `rounds` rounds, the one who sees least first: of aggregates,
-    not knowing the cohorts and knowing them, and of single updates where these have noise.
+    not knowing the cohorts and knowing them, and of single updates where these have noise; with
+    `Mechanism.colluders` also of aggregates and of what these know (docs/proofs.md).
 
     Against one who knows the cohorts, `add_remove` becomes `zero_out`: it sees who is there, so all
     that can still differ is an absent contribution. `participations` is the largest number of times
     that any client was drawn; None: unknown, so that every round counts.
     """
     sampling = mechanism.sampling
+    asked = relation
     if mechanism.unit != "client":
         scope = Scope.of_batches(sampling)
         yield ObserverView(Observer.UPDATES, scope, mechanism, relation, rounds)
@@ -71,3 +73,13 @@ def views(
             survey=survey.of_one() if survey else None,
         )
         yield ObserverView(Observer.UPDATES, scope, single, relation, spent.most)
+    if mechanism.colluders:
+        also = ", ".join(filter(None, (also, f"{mechanism.colluders} colluders")))
+        if sampling.hidden or sampling.everyone:
+            scope = Scope.of_cohorts(sampling, also=also)
+            seen = mechanism.with_colluders(cohorts_known=False)
+            yield ObserverView(Observer.COLLUDERS, scope, seen, asked, rounds)
+        if not sampling.everyone:
+            scope = Scope.of_cohorts(sampling, spent, also)
+            seen = mechanism.with_colluders(cohorts_known=True).unsampled()
+            yield ObserverView(Observer.COLLUDERS, scope, seen, relation, spent.gaussians)

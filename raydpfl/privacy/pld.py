@@ -561,7 +561,7 @@ def three_gaussians_curve(q: float, absent: float, other: float) -> Curve:
         from scipy.special import log_ndtr
 
         with np.errstate(divide="ignore"):
-            absence = epsilon + np.log(-np.expm1(-epsilon)) + math.log((1 - q) / q)
+            absence = epsilon + np.log(-np.expm1(-epsilon)) + np.log((1 - q) / q)
         # 1 = e^(absent x + logs[0]) + e^(other x + logs[1]), a quadratic equation for e^(least x)
         logs = absence - absent**2 / 2, epsilon - other**2 / 2
         once, twice = logs if absent < other else logs[::-1]
@@ -609,6 +609,21 @@ def _shared(
                 break
     x = x + (1 if above else -1) * 1e-12 * (1 + np.abs(x))
     return np.maximum(mus * x[..., None] - mus**2 / 2, floor)
+
+
+def mixture(parts: Sequence[tuple[float, Sequence[CurvePair]]]) -> tuple[CurvePair, ...]:
+    """The curves of a round that is one of several, whose probabilities and curves these are, and
+    says which: the means, direction by direction.
+    """
+    weights = [weight for weight, _ in parts]
+
+    def mean(curves: Sequence[Curve]) -> Curve:
+        return lambda epsilon: np.sum(
+            [w * c(epsilon) for w, c in zip(weights, curves, strict=True)], axis=0
+        )
+
+    directions = zip(*(pairs for _, pairs in parts), strict=True)
+    return tuple((mean([up for up, _ in d]), mean([down for _, down in d])) for d in directions)
 
 
 def distributions(pairs: Sequence[CurvePair], tail: float = _TAIL) -> tuple[LossDistribution, ...]:

@@ -18,7 +18,7 @@ Proposition 12.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -92,6 +92,16 @@ def _amplified(q: float, moments: np.ndarray) -> np.ndarray:
     share = ORDERS - _LOW
     below, above = (moments[np.searchsorted(_WHOLE, order)] for order in (_LOW, _HIGH))
     return ((1 - share) * below + share * above) / (ORDERS - 1)
+
+
+def mixture(parts: Sequence[tuple[float, np.ndarray]]) -> np.ndarray:
+    """Of a step that is one of several, and says which: their probabilities and divergences; what
+    is missing from 1 shows nothing.
+    """
+    logs = [math.log(weight) + (ORDERS - 1) * each for weight, each in parts]
+    nothing = 1 - sum(weight for weight, _ in parts)
+    logs += [np.full(len(ORDERS), math.log(nothing))] if nothing > 0 else []
+    return np.logaddexp.reduce(logs) / (ORDERS - 1)
 
 
 def epsilons(

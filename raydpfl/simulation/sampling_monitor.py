@@ -178,6 +178,8 @@ class SamplingMonitor:
         if sampling.size not in (None, size):
             drew = f"drew {size} clients in round {t}, where its sampling ({sampling})"
             yield f"{drew} gives {sampling.size}"
+        if sampling.cap is not None and size > sampling.cap:
+            yield f"drew {size} clients in round {t}, where its sampling has {sampling.cap} at most"
         if len(cohort) < self._least:
             left = f"left {len(cohort)} clients in round {t}"
             yield f"{left}, where the noise counts on {self._least}"

@@ -33,6 +33,7 @@ def ticked() -> dict[tuple[str, str, str], tuple[bool, bool]]:
 def test_a_tick_stands_where_an_accountant_covers_a_scheme_and_nowhere_else(scheme):
     ticks = ticked()
     allocated = {"epoch": 2, "per_epoch": 1} if scheme == "random_allocation" else {}
+    allocated |= {"cap": 6} if scheme == "truncated_poisson" else {}
     sampling = Sampling(scheme, 10, 10 if scheme == "full" else 5, **allocated)
     for relation in get_args(Relation):
         for placement in ("server", "client"):

@@ -12,9 +12,12 @@ from scipy.stats import binom, norm
 
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.privacy import Mechanism, Query, Sampling, delta, epsilon
+from raydpfl.privacy.guarantee import Observer
+from raydpfl.privacy.observers import views
 
 RELATIONS = ("replace_one", "zero_out", "add_remove")
 OTHERS = {"replace_one": (-1.0,), "zero_out": (0.0,), "add_remove": (None,)}
+CAPPED = Sampling("truncated_poisson", 4, 1, cap=2)
 SAMPLINGS = (Sampling("fixed", 4, 2), Sampling("poisson", 4, 1))
 X = np.linspace(-22, 22, 4001)
 
@@ -29,7 +32,8 @@ def cohorts(sampling, clients):
     for k in range(len(clients) + 1):
         for subset in itertools.combinations(clients, k):
             chance = q**k * (1 - q) ** (len(clients) - k)
-            drawn.append((subset, chance))
+            kept = list(itertools.combinations(subset, min(k, sampling.cap or k)))
+            drawn += [(part, chance / len(kept)) for part in kept]
     return drawn
 
 
@@ -49,7 +53,25 @@ def test_one_round_is_the_worst_of_all_worlds_on_a_line(std):
         hold_the_worst_world(sampling, relation, std)
 
 
-def hold_the_worst_world(sampling, relation, std):
+def test_one_round_is_below_the_claim_in_all_worlds_on_a_line():
+    """Of capped cohorts, whose claim is for an observer who is told how many others there were. It
+    is between those of no cap and of cohorts that have their size, which it has at the ends.
+    """
+    for relation in RELATIONS:
+        hold_the_worst_world(CAPPED, relation, 1.0, exact=False)
+        deltas = [
+            delta(Mechanism(sampling, (Query("updates", 1.0, 1.0),), 3), relation, 0.5)
+            for sampling in (
+                Sampling("poisson", 40, 10),
+                *(Sampling("truncated_poisson", 40, 10, cap=cap) for cap in (40, 18, 12, 10)),
+                Sampling("fixed", 40, 10),
+            )
+        ]
+        assert deltas[0] == pytest.approx(deltas[1]) and (np.diff(deltas) >= -1e-12).all()
+        assert deltas[4] > deltas[2] * 1.05
+
+
+def hold_the_worst_world(sampling, relation, std, exact=True):
     mechanism = Mechanism(sampling, (Query("updates", 1.0, std),), 1)
     worst = dict.fromkeys((0.0, 0.3, 2.0), 0.0)
     for others in itertools.combinations_with_replacement((-1.0, 0.0, 1.0), 3):
@@ -61,8 +83,55 @@ def hold_the_worst_world(sampling, relation, std):
                 told = float(np.maximum(p - math.exp(eps) * q, 0).sum() * (X[1] - X[0]))
                 worst[eps] = max(worst[eps], told)
     for eps, told in worst.items():
-        assert delta(mechanism, relation, eps) == pytest.approx(told, rel=2e-3, abs=1e-9)
-        assert delta(mechanism, relation, eps) >= told * (1 - 1e-4)
+        claimed = delta(mechanism, relation, eps)
+        assert claimed >= told * (1 - 1e-4)
+        assert not exact or claimed == pytest.approx(told, rel=2e-3, abs=1e-9)
+
+
+# --- colluders ---
+
+
+def seen_by_colluders(values, std, told):
+    """By how many of the last `told` of the clients are in a cohort of 3, the density of the rest
+    of the sum, its noise among it, times the probability.
+    """
+    seen = dict.fromkeys(range(4), np.zeros(len(X)))
+    subsets = list(itertools.combinations(range(len(values)), 3))
+    for cohort in subsets:
+        rest = [values[k] for k in cohort if k < len(values) - told]
+        if rest:
+            m = 3 - len(rest)
+            spread = std * math.sqrt(len(rest) / 3)
+            seen[m] = seen[m] + norm.pdf(X, sum(rest), spread) / len(subsets)
+    return seen
+
+
+@pytest.mark.parametrize("told", [2, 4])
+def test_colluders_see_no_more_than_is_claimed(told):
+    query = Query("updates", 1.0, 1.5)
+    mechanism = Mechanism(Sampling("fixed", 6, 3), (query,), 1, placement="client", colluders=told)
+    everyone = Mechanism(Sampling("full", 6, 6), (query,), 1, placement="client", colluders=told)
+    for relation in ("replace_one", "zero_out"):
+        *_, hidden, known = views(mechanism, relation, 1, None)
+        worst = dict.fromkeys((0.0, 0.5, 2.0), 0.0)
+        for others in itertools.combinations_with_replacement((-1.0, 0.0, 1.0), 5 - told):
+            here, there = (
+                seen_by_colluders((value, *others, *[0.0] * told), 1.5, told)
+                for value in (1.0, *OTHERS[relation])
+            )
+            for eps, (p, q) in itertools.product(worst, ((here, there), (there, here))):
+                terms = [np.maximum(p[m] - math.exp(eps) * q[m], 0).sum() for m in p]
+                worst[eps] = max(worst[eps], sum(terms) * (X[1] - X[0]))
+        for eps, told_delta in worst.items():
+            claimed = delta(hidden.mechanism, relation, eps)
+            assert claimed == pytest.approx(told_delta, rel=2e-3, abs=1e-9)
+            assert claimed >= told_delta * (1 - 1e-4)
+        left = math.sqrt((3 - min(told, 2)) / 3)
+        assert known.mechanism.mu(relation) == pytest.approx(mechanism.mu(relation) / left)
+        assert hidden.observer is known.observer is Observer.COLLUDERS
+        (*_, seen) = views(everyone, relation, 1, None)
+        left = math.sqrt((6 - told) / 6)
+        assert seen.mechanism.mu(relation) == pytest.approx(everyone.mu(relation) / left)
 
 
 # --- random settings ---
@@ -76,6 +145,9 @@ WORLDS = {
     ("poisson", "replace_one"): ((1.0, -1.0, 0.0),),
     ("poisson", "zero_out"): ((1.0, 0.0, 0.0),),
     ("poisson", "add_remove"): ((1.0, 0.0, 0.0),),
+    # without a cap
+    ("truncated_poisson", "replace_one"): ((1.0, -1.0, 0.0),),
+    ("truncated_poisson", "add_remove"): ((1.0, 0.0, 0.0),),
 }
 
 
@@ -112,12 +184,17 @@ def hold_a_random_setting(draw):
     rounds = int(10 ** random.uniform(0, 3))
     target = float(10 ** random.uniform(-18, -2))
     z = float(10 ** random.uniform(-0.5, 1.5))
-    mechanism = Mechanism(Sampling(kind, population, cohort), (Query("updates", 1.0, z),), rounds)
+    cap = round(cohort * random.uniform(2, 3)) + 9 if kind == "truncated_poisson" else None
+    sampling = Sampling(kind, population, cohort, cap=cap)
+    mechanism = Mechanism(sampling, (Query("updates", 1.0, z),), rounds)
     pld, rdp = (epsilon(mechanism, relation, target, accountant=name) for name in ("pld", "rdp"))
     setting = f"{mechanism.sampling}, {relation}, z {z}, {rounds} rounds, delta {target}"
     assert pld <= rdp, f"{setting}: pld {pld}, rdp {rdp}"
     for world in WORLDS[kind, relation]:
-        least = attacked(world, cohort / population, z, rounds, target)
+        q = cohort / population
+        if cap:  # of the client's coin, and at most cap - 1 others
+            q *= float(binom.cdf(cap - 1, population - 1, q))
+        least = attacked(world, q, z, rounds, target)
         assert pld >= least * (1 - 1e-9), f"{setting}: pld {pld}, an attack {least}"
 
 

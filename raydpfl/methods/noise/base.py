@@ -323,7 +323,13 @@ class Noise(Member):
         rigorous accountant that was asked for covers it.
         """
         placement = self.drawn_by()
+        if setting.colluders and (setting.dropout or setting.drops_failures):
+            expected = "0 where clients may drop out with the noise that they would have drawn"
+            raise ConfigError("privacy.colluders", setting.colluders, expected)
         if placement is None or placement == "step":
+            if setting.colluders:
+                expected = "0 where clients do not draw Gaussian noise on sums"
+                raise ConfigError("privacy.colluders", setting.colluders, expected)
             return None
         if setting.bound is None:
             expected = "one that bounds what a client sends, as clip with a bound: noise "
@@ -343,6 +349,7 @@ class Noise(Member):
             noise_in_state="local" in setting.stateful and placement == "client",
             survey=setting.survey,
             integer=self.integers(accounted.cohort, 1),
+            colluders=setting.colluders,
         )
         exclusions = on_sums.excluded(setting, self.of_seed, scheme=accounted.scheme)
         if self.stands_for is not None:

@@ -5,7 +5,7 @@ A `Sampling` names a scheme, a population and a cohort. Accountants, the checks 
 the audit read its properties, and never ask which scheme it is:
 
 >>> list(SCHEMES)
-['fixed', 'poisson', 'full', 'with_replacement', 'public', 'random_allocation']
+['fixed', 'poisson', 'full', 'with_replacement', 'public', 'random_allocation', 'truncated_poisson']
 >>> [Sampling(kind, population=1000, cohort=10).hidden for kind in ("poisson", "public")]
 [True, False]
 

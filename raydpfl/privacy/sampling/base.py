@@ -28,6 +28,7 @@ class Sampling:
 
             - `fixed`: a uniform subset of fixed size;
             - `poisson`: clients independently, with probability cohort / population;
+            - `truncated_poisson`: the same, and of more than `cap` clients a uniform subset of cap;
             - `full`: everyone;
             - `with_replacement`: `cohort` draws, uniform or with no client likelier than `p_max`;
             - `random_allocation`: each client in `per_epoch` rounds of every `epoch`, drawn afresh;
@@ -38,6 +39,9 @@ class Sampling:
         p_max: the largest probability of any client at one draw; None: draws are uniform.
         epoch, per_epoch: T and k of a random allocation, integers with 1 <= k <= T; else None.
         rule: in words, how the population or a public cohort came about. It is public too.
+        cap: the largest size of a cohort, under `truncated_poisson`.
+        colluders: clients who tell an observer whether they took part and which noise they drew;
+            None: there are none. Covered under `fixed`.
     """
 
     kind: str | SamplingScheme
@@ -47,6 +51,8 @@ class Sampling:
     rule: str = ""
     epoch: int | None = None
     per_epoch: int | None = None
+    cap: int | None = None
+    colluders: int | None = None
 
     def __post_init__(self) -> None:
         scheme = self.scheme
@@ -61,6 +67,9 @@ class Sampling:
         if self.epoch is not None and not scheme.in_epochs():
             expected = "none, but for sampling random_allocation"
             raise ConfigError("epoch", self.epoch, expected)
+        if (self.cap is None) == scheme.capped():
+            expected = "an integer from the cohort on" if scheme.capped() else "none"
+            raise ConfigError("cap", self.cap, f"{expected} under {scheme.kind}")
         scheme.check(self)
 
     @property
@@ -96,8 +105,12 @@ class Sampling:
         return self.scheme.repeats()
 
     def convex(self, relation: Relation) -> bool:
-        """As `SamplingScheme.convex`, of the schemes of the package alone."""
-        return self.scheme.convex(relation) and not is_user_defined(type(self.scheme))
+        """As `SamplingScheme.convex`, of the schemes of the package alone, without colluders."""
+        return (
+            self.colluders is None
+            and self.scheme.convex(relation)
+            and not is_user_defined(type(self.scheme))
+        )
 
     @property
     def by_participation(self) -> bool:
@@ -172,6 +185,16 @@ class SamplingScheme:
     def coins(self, sampling: Sampling) -> float | None:
         """The probability with which a client takes part, independently of the others, so that the
         size of a cohort is a secret too; None where clients are not independent.
+        """
+        return None
+
+    def capped(self) -> bool:
+        """Whether cohorts have a `cap`."""
+        return False
+
+    def against(self, sampling: Sampling, colluders: int) -> Sampling | None:
+        """The sampling against an observer to whom so many clients tell whether they took part and
+        which noise they drew; None: not covered.
         """
         return None
 

@@ -4,9 +4,16 @@ sec. 2; zero_out and add_remove: docs/proofs.md).
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+import numpy as np
+
 from raydpfl.privacy import pld, rdp
-from raydpfl.privacy.sampling.base import SamplingScheme
+from raydpfl.privacy.sampling.base import Sampling, SamplingScheme
 from raydpfl.privacy.sampling.poisson import poisson_renyi
+
+_UNLIKELY = 1e-12
 
 
 class FixedSizeSampling(SamplingScheme):
@@ -22,7 +29,15 @@ class FixedSizeSampling(SamplingScheme):
     def convex(self, relation):
         return relation == "replace_one"
 
+    def against(self, sampling, colluders):
+        return replace(sampling, colluders=colluders)
+
     def curves(self, sampling, mu, relation):
+        if sampling.colluders:
+            parts = _by_colluders(sampling)
+            return pld.mixture(
+                [(p, self.curves(rest, mu * more, relation)) for p, rest, more in parts]
+            )
         q = sampling.q
         if relation == "add_remove":
             return pld.poisson_curves(q, 2 * mu)
@@ -47,9 +62,43 @@ class FixedSizeSampling(SamplingScheme):
 
     def renyi(self, sampling, mu, relation):
         """Under zero_out that of replace_one, of which it is a case."""
+        if sampling.colluders:
+            parts = _by_colluders(sampling)
+            return rdp.mixture(
+                [(p, self.renyi(rest, mu * more, relation)) for p, rest, more in parts]
+            )
         if relation == "add_remove":
             return poisson_renyi(sampling.q, 2 * mu)
         return rdp.fixed_size(sampling.q, mu if relation == "replace_one" else 2 * mu)
 
     def amplified(self, sampling, renyi):
         return rdp.fixed_size_of(sampling.q, renyi)
+
+
+def _by_colluders(sampling: Sampling) -> list[tuple[float, Sampling, float]]:
+    """By the number of colluders in a cohort: its probability, the sampling of the other clients,
+    and how much larger the std of the sum's noise is than that of theirs. Numbers that are unlikely
+    together (1e-12) count as one that is worse than each: the least of them for the chances of
+    others, the most for the noise.
+    """
+    from scipy.stats import hypergeom
+
+    population, cohort, k = sampling.population, sampling.cohort, sampling.colluders or 0
+    others = population - k
+    counts = np.arange(max(0, cohort - others), min(k, cohort - 1) + 1)
+    chances = hypergeom.pmf(counts, population, k, cohort)
+    # but for cohorts of colluders alone, which show nothing
+    left = hypergeom.sf(counts - 1, population, k, cohort) - hypergeom.pmf(
+        cohort, population, k, cohort
+    )
+    parts = []
+    for m, chance, above in zip(counts.tolist(), chances.tolist(), left.tolist(), strict=True):
+        last = above < _UNLIKELY or m == counts[-1]
+        known = int(counts[-1]) if last else m
+        rest = Sampling("fixed", others, cohort - m)
+        parts.append(
+            (max(above, 1e-300) if last else chance, rest, math.sqrt(cohort / (cohort - known)))
+        )
+        if last:
+            break
+    return parts
