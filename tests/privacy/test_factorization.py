@@ -4,6 +4,7 @@ refused.
 
 import itertools
 import math
+import tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -340,6 +341,21 @@ def test_noise_in_the_sums_of_a_tree_is_that_of_nodes_estimated_from_below():
     node = [1 / (2 - 2.0**-height) for height in range(5)]
     bits = [[h for h in range(5) if t >> h & 1] for t in range(1, 17)]
     assert variances == pytest.approx([sum(node[h] for h in heights) for heights in bits])
+
+
+@pytest.mark.parametrize("kind, models", [("tree", 12), ("buffered", 7), ("banded", 8)])
+def test_the_server_keeps_a_few_models_of_whatever_many_rounds(kind, models):
+    """In float64, with those that a round needs for a moment."""
+    d = 50_000
+    source = FITTED[kind].fitted(_setting(200)).source(1, d)
+    source.on_sum(0, 1.0)
+    tracemalloc.start()
+    try:
+        for t in range(1, 130):
+            source.on_sum(t, 1.0)
+        assert tracemalloc.get_traced_memory()[1] < models * 8 * d
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("kind", FITTED)

@@ -66,7 +66,10 @@ class SumsOfTree:
             variance = share
         self._nodes.append(node)
         self._round += 1
-        return np.sum(self._nodes, axis=0)
+        total = self._nodes[0].copy()
+        for part in self._nodes[1:]:
+            total += part
+        return total
 
 
 @lru_cache(maxsize=4)
