@@ -407,7 +407,7 @@ class Mechanism:
             return None
         nearest = "nearest: noise.placement server"
         if self.sampling.size_secret:
-            reason = "has a std that depends on the secret Poisson cohort"
+            reason = "has a std that depends on the secret size of a cohort"
             return f"noise drawn by the clients {reason}; {nearest}"
         if relation == "add_remove" and (self.survey or not self.sampling.hidden):
             reason = "comes and goes with a client under add_remove"

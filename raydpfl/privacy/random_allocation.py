@@ -96,8 +96,12 @@ class LikelihoodRatio:
         least = math.log1p(math.exp(-self.step * abs(lows[0] - lows[1]))) / self.step
         low = max(lows) + math.floor(least)
         sums = np.zeros(max(ends) - low + math.ceil(math.log(2) / self.step) + 1)
-        _sums(self, other, 0, low, sums)
-        _sums(other, self, 1, low, sums)
+        _sums(self, other, low, sums)
+        if other is self:
+            sums *= 2
+        else:
+            _sums(other, self, low, sums)
+        _sums(self, other, low, sums, equal=True)
         zero = self.zero * other.zero
         for one, chance in ((self, other.zero), (other, self.zero)):
             # alone it may be below the grid: it is then split over its lowest place and 0
@@ -154,15 +158,20 @@ class LikelihoodRatio:
 
 
 def _sums(
-    larger: LikelihoodRatio, smaller: LikelihoodRatio, least: int, low: int, sums: np.ndarray
+    larger: LikelihoodRatio,
+    smaller: LikelihoodRatio,
+    low: int,
+    sums: np.ndarray,
+    equal: bool = False,
 ) -> None:
-    """Adds to `sums` [n], from the place `low` on, the products of masses whose places differ by
-    `least` or more. Values that differ by d steps add up to the larger times 1 + e^(-d step), which
-    is between two grid points; all d that come between the same two are taken together.
+    """Adds to `sums` [n], from the place `low` on, the products of masses of `larger` at higher
+    places and of `smaller` at lower ones; or of masses at `equal` places. Values that differ by d
+    steps add up to the larger times 1 + e^(-d step), which is between two grid points; all d that
+    come between the same two are taken together.
     """
     step = larger.step
-    first = max(least, larger.low - smaller.low - len(smaller.masses) + 1)
-    gaps = np.arange(first, larger.low + len(larger.masses) - smaller.low)
+    first = max(1 - equal, larger.low - smaller.low - len(smaller.masses) + 1)
+    gaps = np.arange(first, 1 if equal else larger.low + len(larger.masses) - smaller.low)
     if not len(gaps):
         return
     up = np.log1p(np.exp(-step * gaps)) / step

@@ -95,7 +95,7 @@ class Bets:
             "repeats": _Repeats(count, sampling) if repeats else None,
             "client": counts,  # the last: others read the counts before the round
         }
-        self._counts = None if sampling.scheme.in_epochs() else counts
+        self._counts = None if sampling.epoch else counts
         if self._counts is None:  # rounds depend on each other
             bets = {"epochs": _Epochs(sampling, count)}
         self._bets = {name: bet for name, bet in bets.items() if bet is not None}
