@@ -72,6 +72,17 @@ class Work:
     lr: float
     shape: tuple[int, ...]
     macs: tuple[int, ...]
+    model: dict[str, Any]
+    tokens: bool = False  # rows of whole numbers below `TOKENS`, [length]
+    positions: bool = False  # a target at each of them
+
+    @property
+    def targets(self) -> dict[str, Any]:
+        """How raydpfl's config names them."""
+        if not self.tokens:
+            return {"classes": 10}
+        task = {"task": {"kind": "sequence"}} if self.positions else {}
+        return {"classes": TOKENS, "vocabulary": TOKENS, **task}
 
     @property
     def steps(self) -> int:
@@ -86,20 +97,62 @@ class Work:
         return self.cohort * self.steps * self.batch * row
 
 
+TOKENS = 65
 CONVOLUTIONS = (28 * 28 * 16 * 25, 14 * 14 * 32 * 16 * 25)
+TWO_CONVOLUTIONS = (30 * 30 * 32 * 27, 28 * 28 * 64 * 288, 12544 * 128, 1280)
 WORK = {
-    "softmax": Work(3000, 20, 150, 10, 10, 0.1, (784,), (7840,)),
-    "mlp": Work(1000, 32, 80, 16, 16, 0.1, (784,), (156800, 2000)),
-    "cnn": Work(60, 640, 10, 1, 64, 0.1, (1, 28, 28), (*CONVOLUTIONS, 1568 * 512, 512 * 32, 320)),
+    "softmax": Work(3000, 20, 150, 10, 10, 0.1, (784,), (7840,), {"kind": "softmax"}),
+    "mlp": Work(1000, 32, 80, 16, 16, 0.1, (784,), (156800, 2000), {"kind": "mlp"}),
+    "cnn": Work(
+        *(60, 640, 10, 1, 64, 0.1, (1, 28, 28)),
+        macs=(*CONVOLUTIONS, 1568 * 512, 512 * 32, 320),
+        model={"kind": "cnn"},
+    ),
+    "cifar_dropout": Work(
+        *(1000, 50, 50, 1, 10, 0.1, (3, 32, 32)),
+        macs=TWO_CONVOLUTIONS,
+        model={"kind": "dropout_cnn"},
+    ),
+    "cifar": Work(
+        *(1000, 50, 50, 1, 10, 0.1, (3, 32, 32)),
+        macs=TWO_CONVOLUTIONS,
+        model={"kind": "dropout_cnn", "dropout": [0, 0]},
+    ),
+    "resnet18": Work(
+        *(50, 100, 5, 1, 20, 0.05, (3, 32, 32)),
+        macs=(256 * 64 * 147, 4 * 2359296, *3 * (7 * 1179648 + 131072,), 5120),
+        model={"kind": "resnet18", "stem": "imagenet"},
+    ),
+    "lstm": Work(
+        *(100, 100, 10, 1, 10, 0.5, (80,)),
+        macs=(0, 80 * 4 * 256 * (8 + 3 * 256), 256 * TOKENS),
+        model={"kind": "char_lstm"},
+        tokens=True,
+    ),
+    "transformer": Work(
+        *(100, 64, 20, 1, 16, 0.1, (20,)),
+        macs=(0, 20 * 3 * (4 * 96 * 96 + 2 * 20 * 96 + 2 * 96 * 1536), 20 * 96 * TOKENS),
+        model={"kind": "transformer", "width": 96, "heads": 8, "layers": 3, "inner": 1536},
+        tokens=True,
+        positions=True,
+    ),
 }
 
 
 def write_rows(work: Work, folder: Path) -> None:
-    """Random rows, each with the class that a fixed linear map of it has largest."""
+    """Random rows, each with the class that a fixed linear map of it has largest; of tokens, with
+    what a fixed map has for the last one, or for each.
+    """
     rng = np.random.default_rng(0)
-    x = rng.random((work.clients * work.rows, *work.shape), dtype=np.float32)
-    centred = x.reshape(len(x), -1) - 0.5
-    y = (centred @ rng.standard_normal((centred.shape[1], 10), dtype=np.float32)).argmax(1)
+    shape = (work.clients * work.rows, *work.shape)
+    if work.tokens:
+        x = rng.integers(TOKENS, size=shape)
+        after = rng.permutation(TOKENS)[x]
+        y = after if work.positions else after[:, -1]
+    else:
+        x = rng.random(shape, dtype=np.float32)
+        centred = x.reshape(len(x), -1) - 0.5
+        y = (centred @ rng.standard_normal((centred.shape[1], 10), dtype=np.float32)).argmax(1)
     folder.mkdir()
     np.save(folder / "x.npy", x)
     np.save(folder / "y.npy", y)
@@ -140,6 +193,7 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
     found = [
         made(ours, "inline", {"actors": 0}),
         made(ours, f"{cores} actors", {"actors": cores}),
+        made(ours, "default", {}),
         made(pfl, "one thread", {"threads": 1}),
         made(pfl, f"{cores} threads", {"threads": cores}),
         made(pfl, f"{cores} processes", {"threads": 1}, cores),
@@ -271,7 +325,8 @@ def started(contender: Contender, job: Path, timeout: float) -> Iterator[subproc
 
 
 def run_block(contender: Contender, work: Work, net: str, folder: Path, timeout: float) -> Block:
-    values = {key: getattr(work, key) for key in ("clients", "rows", "cohort", "epochs", "steps")}
+    keys = ("clients", "rows", "cohort", "epochs", "steps", "model", "targets")
+    values = {key: getattr(work, key) for key in keys}
     job = Job(
         folder=str(folder),
         net=net,
@@ -399,7 +454,7 @@ def ratios(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 HEAD = (
-    f"{'job':9}{'contender':27}{'wall':>9}{'processor':>11}{'of peak':>9}{'(cpu)':>8}"
+    f"{'job':15}{'contender':27}{'wall':>9}{'processor':>11}{'of peak':>9}{'(cpu)':>8}"
     f"{'MB':>7}{'start':>7}{'loss':>8}"
 )
 
@@ -409,7 +464,7 @@ def row(job: str, each: dict[str, Any]) -> str:
     processor = each["processor_seconds"] * 1e3
     shares = f"{each['share_of_peak']:>9.1%}{each['share_of_peak_processor']:>8.1%}"
     rest = f"{each['peak_mb']:>7,.0f}{each['startup_seconds']:>7.1f}{each['loss']:>8.4f}"
-    return f"{job:9}{each['name']:27}{wall:>9,.1f}{processor:>11,.1f}{shares}{rest}"
+    return f"{job:15}{each['name']:27}{wall:>9,.1f}{processor:>11,.1f}{shares}{rest}"
 
 
 def shown(result: dict[str, Any]) -> list[str]:
@@ -422,7 +477,7 @@ def shown(result: dict[str, Any]) -> list[str]:
     lines = [row(result["job"], each) for each in rows]
     for each in result["ratios"]:
         times = f"{each['wall']:.1f} times our wall, {each['processor']:.1f} times our processor"
-        lines.append(f"{result['job']:9}{each['peer']}: {times}")
+        lines.append(f"{result['job']:15}{each['peer']}: {times}")
     return lines
 
 

@@ -17,10 +17,10 @@ import numpy as np
 class Job:
     """Federated averaging of clients of equal size, their updates clipped.
 
-    `folder` holds the rows, x.npy (float32) and y.npy (int64), those of client i at
+    `folder` holds the rows, x.npy (float32 or int64) and y.npy (int64), those of client i at
     [i * rows, (i + 1) * rows); with the client of every row also in rows.npz. A client of the
     `cohort` takes `steps` steps of `batch` rows, which are `epochs` epochs. `settings` are those of
-    the contender.
+    the contender; `model` and `targets` name the net and the rows to raydpfl.
     """
 
     folder: str
@@ -35,6 +35,8 @@ class Job:
     clip: float
     rounds: int
     settings: dict[str, Any]
+    model: dict[str, Any]
+    targets: dict[str, Any]
 
     @classmethod
     def given(cls) -> Job:

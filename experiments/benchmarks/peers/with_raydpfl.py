@@ -1,4 +1,4 @@
-"""A job with raydpfl: `settings.actors` client actors, 0 of them inline."""
+"""A job with raydpfl: `settings` are keys of its section `client`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def config(job: Job) -> dict[str, Any]:
             "x": "x",
             "y": "y",
             "client": "client",
-            "classes": 10,
+            **job.targets,
             "clients": job.clients,
             "partition": {"kind": "natural"},
         },
-        "model": {"kind": job.net},
+        "model": job.model,
         "selection": {"kind": "uniform", "cohort": job.cohort},
         "local": {"kind": "sgd", "steps": job.steps, "batch": job.batch, "lr": job.lr},
         "bounding": {"kind": "clip", "bound": job.clip},
-        "client": {"actors": job.settings["actors"]},
+        "client": job.settings,
         "evaluate": {"test": False},
         "measure": [],
     }

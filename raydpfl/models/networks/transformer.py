@@ -16,9 +16,10 @@ from raydpfl.models.text import TokenModel
 
 class Transformer(TokenModel):
     """A transformer whose positions see themselves and those before: embeddings of tokens and of
-    positions, blocks of attention and of a dense layer of 4 x `width` units with ReLU, each behind
-    a LayerNorm and added to its input (the pre-norm form of GPT-2), a LayerNorm and a linear layer.
-    No dropout.
+    positions, blocks of attention and of a dense layer of `inner` units with ReLU, each behind a
+    LayerNorm and added to its input (the pre-norm form of GPT-2), a LayerNorm and a linear layer.
+    No dropout. 3 layers of width 96 with 8 heads and 1,536 units inside are the transformer that
+    Wang et al. 2021 (2107.06917) train on Stack Overflow.
     """
 
     kind: str = "transformer"
@@ -26,9 +27,13 @@ class Transformer(TokenModel):
         {"width": 8, "heads": 2, "layers": 1},
         {"width": 8, "heads": 2, "layers": 1, "lora": {"rank": 2, "targets": ["into", "down"]}},
     )
+    newer: ClassVar[frozenset[str]] = TokenModel.newer | {"inner"}
     width: int = Field(default=64, ge=1)
     heads: int = Field(default=4, ge=1)
     layers: int = Field(default=2, ge=1)
+    inner: int | None = Field(
+        default=None, ge=1, description="units of a block's dense layer; None: 4 x width"
+    )
 
     @model_validator(mode="after")
     def _divides(self) -> Transformer:
@@ -40,7 +45,8 @@ class Transformer(TokenModel):
     def tokens(
         self, tokens: int, length: int, outputs: int, pick: Callable[[Tensor], Tensor]
     ) -> nn.Module:
-        blocks = [TransformerBlock(self.width, self.heads) for _ in range(self.layers)]
+        inner = self.inner or 4 * self.width
+        blocks = [TransformerBlock(self.width, self.heads, inner) for _ in range(self.layers)]
         return nn.Sequential(
             nn.Embedding(tokens, self.width),
             Positions(length, self.width),
@@ -76,15 +82,15 @@ class Pick(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention and a dense layer, [batch, length, width] to the same."""
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, inner: int):
         super().__init__()
         self.heads = heads
         self.before = nn.LayerNorm(width)
         self.into = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
         self.between = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
         queries, keys, values = (
