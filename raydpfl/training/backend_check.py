@@ -77,7 +77,7 @@ class FirstSteps:
         """
         module = copy.deepcopy(self.module)
         # for single samples a dropout layer draws other numbers than in the loop
-        by_sample = backend == "layerwise" or (backend == "one_batch" and self.clip is not None)
+        by_sample = self.clip is not None and backend != REFERENCE
         dropouts = [layer for layer in module.modules() if isinstance(layer, _DropoutNd)]
         idle = by_sample and bool(dropouts)
         for layer in dropouts if idle else ():

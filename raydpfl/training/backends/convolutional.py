@@ -1,4 +1,4 @@
-"""One client after another: nets of convolutions, max-pooling and linear layers, by hand.
+"""One client after another: nets of convolutions, max-pooling, dropout and linear layers, by hand.
 
 What autograd does for any module costs a net of these layers more than it must. Here every layer's
 step is made with its gradient, where the rule needs no more (W <- shrink W - lr g^T a is one
@@ -12,15 +12,16 @@ norms where every sample's gradient is clipped (`raydpfl.training.layers.pooled_
 >>> layers = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(676, 10)
 >>> [type(link).__name__ for link in links(nn.Sequential(*layers))]
 ['Convolution', 'Pointwise', 'Flat', 'Dense']
->>> links(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout(), nn.Flatten(), nn.Linear(4, 2)))
+>>> links(nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(4, 2)))
 Traceback (most recent call last):
-raydpfl.models.linear_stack.NoStack: Dropout is not supported
+raydpfl.models.linear_stack.NoStack: GroupNorm is not supported
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -42,8 +43,9 @@ from raydpfl.models.linear_stack import (
     taken,
 )
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import LOST, clip_factors
+from raydpfl.training.backends.base import LOST, ChunkData, clip_factors
 from raydpfl.training.backends.per_client import Descent, OneByOne
+from raydpfl.training.layers.dropout import RowMajor
 from raydpfl.training.layers.pooled_convolution import Filters, Window
 
 aten = torch.ops.aten
@@ -240,7 +242,23 @@ class Flat:
         return g.view(*saved).permute(0, 3, 1, 2)
 
 
-Link = Convolution | Dense | Pointwise | Flat
+@dataclass(frozen=True)
+class Drop:
+    """Dropout."""
+
+    p: float
+
+    def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        mask = RowMajor().mask(a, self.p)
+        return a * mask, [mask]
+
+    def backward(
+        self, g: torch.Tensor, saved: list[Any], flat: torch.Tensor, first: bool
+    ) -> torch.Tensor:
+        return g * saved[0]
+
+
+Link = Convolution | Dense | Pointwise | Flat | Drop
 Pool = tuple[Any, ...]  # the arguments of max-pooling
 
 
@@ -256,9 +274,9 @@ def unpooled(chain: Sequence[Link]) -> str | None:
 
 
 def links(module: nn.Module) -> tuple[Link, ...]:
-    """The links of a chain (convolution [activation] [max-pooling])*, flatten, (Linear
-    [activation])*: convolutions and linear layers are modules, the others modules or functions, and
-    max-pooling may come before the activation.
+    """The links of a chain (convolution [activation] [max-pooling] [dropout])*, flatten, (Linear
+    [activation] [dropout])*: convolutions, dropout and linear layers are modules, the others
+    modules or functions, and max-pooling may come before the activation.
 
     Raises `NoStack` for anything else; see `raydpfl.models.linear_stack.stack`.
     """
@@ -275,22 +293,20 @@ def links(module: nn.Module) -> tuple[Link, ...]:
     if places or kinds.count(Flat) != 1:
         raise NoStack(MIXED)
     flat = kinds.index(Flat)
-    begins = kinds[0] is Convolution and kinds[flat + 1 : flat + 2] == [Dense]
-    mixed = set(kinds[:flat]) - {Convolution, Pointwise} or set(kinds[flat + 1 :]) - {
-        Dense,
-        Pointwise,
-    }
-    if not begins or mixed:
+    begins = kinds[0] is Convolution and Dense in kinds[flat + 1 :]
+    mixed = set(kinds[:flat]) - {Convolution, Pointwise, Drop}
+    if not begins or mixed or set(kinds[flat + 1 :]) - {Dense, Pointwise, Drop}:
         raise NoStack(MIXED)
     # the first linear layer has its columns in the order of images with channels last
-    dense = chain[flat + 1]
+    first = kinds.index(Dense)
+    dense = chain[first]
     assert isinstance(dense, Dense)
     outputs, inputs = dense.weight.shape
     channels = [link.weight.shape[0] for link in chain if isinstance(link, Convolution)][-1]
     if inputs % channels:
         raise NoStack("its first linear layer does not take the images")
     shape = (outputs, inputs // channels, channels)
-    chain[flat + 1] = replace(dense, weight=replace(dense.weight, shape=shape, axes=(0, 2, 1)))
+    chain[first] = replace(dense, weight=replace(dense.weight, shape=shape, axes=(0, 2, 1)))
     return tuple(chain)
 
 
@@ -317,6 +333,9 @@ def _link(places: dict[int, int], call: nn.Module | Call) -> Link | Pool | None:
     if type(call) is nn.MaxPool2d:
         check_unhooked(call)
         return _pooling(vars(call))
+    if type(call) is nn.Dropout and call.p > 0:
+        check_unhooked(call)
+        return Drop(call.p)
     if isinstance(call, Call) and call.node.target is F.max_pool2d:
         bound = inspect.signature(F.max_pool2d_with_indices).bind(
             *call.node.args, **call.node.kwargs
@@ -374,6 +393,13 @@ class Convolutional(OneByOne):
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [parameter.outside(flat) for parameter in self.parameters]
+
+    def _client(
+        self, parameters: torch.Tensor, chunk: ChunkData, slot: int
+    ) -> tuple[torch.Tensor, float]:
+        drops = any(isinstance(link, Drop) for link in self.links)
+        with self._keyed(chunk, slot) if drops else nullcontext():
+            return super()._client(parameters, chunk, slot)
 
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
         if clip is not None and self.unclipped:

@@ -21,7 +21,7 @@ then what autograd gives, and the norms and sums are a few operations on what is
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,8 +35,8 @@ from raydpfl.methods.local.base import Local
 from raydpfl.models import lora
 from raydpfl.models.tasks import Classification, Task  # noqa: F401  (the example above)
 from raydpfl.training.backends.base import ChunkData, clip_factors
-from raydpfl.training.backends.vmap import Gradients, Named, Vmap
-from raydpfl.training.layers.dropout import Masks
+from raydpfl.training.backends.vmap import Gradients, Masks, Named, Vmap
+from raydpfl.training.layers.dropout import Dropout
 
 # bytes of activations in a pass, about: more clients at once lie in no cache
 LIMIT = 1 << 26
@@ -195,9 +195,8 @@ class OneBatch(Vmap):
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
         self.running = _Pass()
-        self.numbers = 0  # of the layers' outputs for a sample; 0: not counted yet
+        self.numbers = 0  # of the layers' outputs for a sample
         layers = list(self.module.modules())
-        self.drops = any(isinstance(layer, nn.Dropout) and layer.p > 0 for layer in layers)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         for layer in layers:
             trained = {
@@ -215,30 +214,19 @@ class OneBatch(Vmap):
                     layer.forward = _Adapted(layer, scale, of_halves, self.running)
 
     def _gradients_of(self, chunk: ChunkData) -> Gradients:
-        draws = {slot: self._generator(chunk, slot) for slot in chunk.slots} if self.drops else {}
-        return partial(self._step, chunk, draws)
-
-    def _generator(self, chunk: ChunkData, slot: int) -> torch.Generator:
-        """What the masks of a client are drawn from: on the CPU as the loop draws them."""
-        generator = chunk.generator(slot)
-        if self.device.type == "cpu":
-            return generator
-        seed = int(torch.randint(1 << 62, (), generator=generator))
-        return torch.Generator(self.device).manual_seed(seed)
+        return partial(self._step, chunk)
 
     def _step(
         self,
         chunk: ChunkData,
-        draws: dict[int, torch.Generator],
         named: Named,
         x: torch.Tensor,
         y: torch.Tensor,
         shares: torch.Tensor,
+        masks: Masks,
     ) -> tuple[Any, ...]:
         """See `Gradients`: pass by pass, of as many clients as lie in the cache."""
         clip = chunk.clip
-        if not self.numbers:
-            self.numbers = self._count({name: part[:1] for name, part in named.items()}, x[0, :1])
         numbers = self.numbers + (sum(self.sizes) if clip is not None else 0)
         width = max(1, LIMIT // (4 * numbers * x.shape[1]))
         passes: list[tuple[Any, ...]] = []
@@ -252,22 +240,17 @@ class OneBatch(Vmap):
                 factors = [] if clip is None else [torch.ones_like(share)]
                 passes.append((none, torch.zeros_like(share[:, 0]), *factors))
                 continue
-            masks: AbstractContextManager[Any] = nullcontext()
-            if self.drops:
-                sizes = chunk.batch_sizes[span].tolist()
-                masks = Masks([(draws.get(slot), n) for slot, n in zip(slots, sizes, strict=True)])
-            batch = parameters, x[span], y[span], share
-            with masks:
-                passes.append(self._means(*batch) if clip is None else self._bounded(*batch, clip))
+            batch = parameters, x[span], y[span], share, [mask[span] for mask in masks]
+            passes.append(self._means(*batch) if clip is None else self._bounded(*batch, clip))
         if len(passes) == 1:
             return passes[0]
         gradients, *others = zip(*passes, strict=True)
         joined = {name: torch.cat([part[name] for part in gradients]) for name in named}
         return joined, *map(torch.cat, others)
 
-    def _count(self, named: Named, x: torch.Tensor) -> int:
-        """How many numbers the layers give for a sample, x [1, *shape]. Raises `NotOneBatch` for a
-        module that draws random numbers other than by dropout.
+    def _one(self, named: Named, x: torch.Tensor) -> None:
+        """Counts how many numbers the layers give for a sample. Raises `NotOneBatch` for a module
+        that draws random numbers other than by dropout.
         """
         counts = [1]
 
@@ -277,31 +260,39 @@ class OneBatch(Vmap):
 
         hook = register_module_forward_hook(count)
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), Masks([(None, 1)]):
-                before = torch.get_rng_state()
-                self._outputs(named, torch.zeros_like(x)[None])
-                if not torch.equal(before, torch.get_rng_state()):
-                    raise NotOneBatch("it draws random numbers, and not by dropout")
+            before = torch.get_rng_state()
+            self._outputs(named, torch.zeros_like(x), [])
+            if not torch.equal(before, torch.get_rng_state()):
+                raise NotOneBatch("it draws random numbers, and not by dropout")
         finally:
             hook.remove()
-        return sum(counts)
+        self.numbers = sum(counts)
 
-    def _outputs(self, named: Named, x: torch.Tensor) -> torch.Tensor:
+    def _outputs(self, named: Named, x: torch.Tensor, masks: Masks) -> torch.Tensor:
         """What the module gives for x [C, B, *shape], [C B, ...]."""
         self.running.clients = len(x)
         self.running.samples = len(x) * x.shape[1]
         self.running.now = named
-        with self.autocast():
+        joined = [mask.flatten(0, 1) for mask in masks]
+        with self.autocast(), Dropout(iter(joined)) if joined else nullcontext():
             return self.module(x.flatten(0, 1)).float()
 
     def _bounded(
-        self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, clip: float
+        self,
+        named: Named,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        shares: torch.Tensor,
+        masks: Masks,
+        clip: float,
     ) -> tuple[Named, torch.Tensor, torch.Tensor]:
         """The same of samples' gradients that are clipped each, and the factors [C, B]."""
         clients, batch = shares.shape
         by_sample = {name: part.repeat_interleave(batch, 0) for name, part in named.items()}
         rows = x.flatten(0, 1)[:, None], y.flatten(0, 1)[:, None]
-        gradients, losses = self._means(by_sample, *rows, shares.new_ones(clients * batch, 1))
+        ones = shares.new_ones(clients * batch, 1)
+        of_samples = [mask.flatten(0, 1)[:, None] for mask in masks]
+        gradients, losses = self._means(by_sample, *rows, ones, of_samples)
         squares = [gradient.flatten(1).square().sum(1) for gradient in gradients.values()]
         factors = clip_factors(torch.stack(squares).sum(0).sqrt(), clip).view(clients, batch)
         weights = (factors * shares)[:, None]

@@ -3,12 +3,14 @@
 The parameters of a working copy of the module are views of one flat buffer. Where a step needs the
 gradient and the parameters alone it takes the gradients as autograd leaves them; for any other they
 are views of a second buffer. Convolutional nets with max-pooling keep their weights and images
-channels-last inside, which is faster there and slower where GroupNorm follows.
+channels-last inside, which is faster there and slower where GroupNorm follows. Taps of filters that
+see padding alone are left out (`raydpfl.training.layers.tap_crop`).
 """
 
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -19,6 +21,8 @@ from raydpfl.models.shared_and_local import fill, joined, local_buffers
 from raydpfl.models.tasks import Task
 from raydpfl.training.backends.base import ALL, LOCAL_BUFFERS, TRAIN, ChunkData, clip_factors
 from raydpfl.training.backends.per_client import Descent, OneByOne
+from raydpfl.training.layers.dropout import RowMajor
+from raydpfl.training.layers.tap_crop import CLOSE, crop, images_of, set_leaf
 
 ROWS = 1024  # in a pass of those that the loss is taken on before a user-defined `train`
 
@@ -37,12 +41,15 @@ class Loop(OneByOne):
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         self.initial = module
         self.module = copy.deepcopy(module).to(device).train()
-        pools, norms = (
+        pools, norms, drops = (
             any(isinstance(layer, kind) for layer in self.module.modules())
-            for kind in (nn.MaxPool2d, nn.GroupNorm)
+            for kind in (nn.MaxPool2d, nn.GroupNorm, nn.Dropout)
         )
         self.channels_last = pools and not norms
-        self.trainable = [part for part in self.module.parameters() if part.requires_grad]
+        self.drops = drops and self.channels_last
+        self.trainable: list[torch.Tensor] = [
+            part for part in self.module.parameters() if part.requires_grad
+        ]
         self.shapes = [parameter.shape for parameter in self.trainable]
         sizes = [shape.numel() for shape in self.shapes]
         super().__init__(module, local, device, task, sizes)
@@ -50,6 +57,8 @@ class Loop(OneByOne):
         self.gradients = self._views(self.gradient)
         for parameter, now in zip(self.trainable, self.now, strict=True):
             parameter.data = now
+        # places of the parameters of which a part is a leaf; None: not looked for yet
+        self.cropped: list[int] | None = None
         self.buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -65,16 +74,14 @@ class Loop(OneByOne):
     def _client(
         self, parameters: torch.Tensor, chunk: ChunkData, slot: int
     ) -> tuple[torch.Tensor, float]:
+        if self.cropped is None and not self.local.trains:
+            self._load(parameters)
+            self._crop(*next(self._batches(chunk, slot)))
         for buffer, initial in self.buffers:
             buffer.copy_(initial)
         if chunk.starts is not None:
             fill(local_buffers(self.module), chunk.starts.initial[slot, len(parameters) :])
-        cuda = self.device.type == "cuda"
-        with torch.random.fork_rng(devices=[self.device] if cuda else []):
-            generator = chunk.generator(slot)
-            torch.set_rng_state(generator.get_state())
-            if cuda:
-                torch.cuda.manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
+        with self._keyed(chunk, slot):
             if self.local.trains:
                 return self._user_defined(parameters, chunk, slot)
             trained = super()._client(parameters, chunk, slot)
@@ -82,6 +89,48 @@ class Loop(OneByOne):
                 final = joined(local_buffers(self.module))
                 chunk.starts.final[slot, len(parameters) :] = final
             return trained
+
+    def _crop(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Takes the taps that see padding alone out of the convolutions, if the gradient on a batch
+        then is as before: a module may read the weight of a layer itself.
+        """
+        self.cropped = []
+        places = {id(parameter): place for place, parameter in enumerate(self.trainable)}
+        parts = {}
+        if not any(type(layer) is nn.Conv2d for layer in self.module.modules()):
+            return
+        with torch.random.fork_rng(devices=[]):
+            taken = images_of(self.module, lambda: self.module(x))
+        for layer, images in taken.items():
+            part = crop(layer, images[0]) if len(images) == 1 else None
+            if part is not None and id(layer.weight) in places:
+                parts[places[id(layer.weight)]] = layer, part
+        if not parts:
+            return
+        expected = self._tried(x, y)
+        whole = self.trainable, self.now, self.gradients
+        self.trainable, self.now, self.gradients = (list(each) for each in whole)
+        for place, (layer, part) in parts.items():
+            self.now[place] = self.now[place][part]
+            self.gradients[place] = self.gradients[place][part]
+            self.trainable[place] = self.now[place].detach().requires_grad_()
+            set_leaf(layer, self.trainable[place])
+            layer.weight.requires_grad_(False).grad = None
+        self.cropped = list(parts)
+        found = self._tried(x, y)
+        if not torch.allclose(found, expected, CLOSE, CLOSE * float(expected.abs().max())):
+            for layer, _ in parts.values():
+                del layer.forward
+                layer.weight.requires_grad_(True)
+            self.trainable, self.now, self.gradients = whole
+            self.cropped = []
+
+    def _tried(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The gradient, with draws that are always the same."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self._gradient(x, y, None)
+        return self.gradient.clone()
 
     def _descend(self, x: torch.Tensor, y: torch.Tensor, descent: Descent) -> torch.Tensor:
         for parameter in self.trainable:
@@ -101,7 +150,7 @@ class Loop(OneByOne):
         return loss.detach()
 
     def _loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with self.autocast():
+        with self.autocast(), RowMajor() if self.drops else nullcontext():
             outputs = self.module(x)
         return self.task.loss(outputs.float(), y).mean()
 
@@ -109,9 +158,16 @@ class Loop(OneByOne):
         if clip is None:
             for parameter, gradient in zip(self.trainable, self.gradients, strict=True):
                 parameter.grad = gradient
+            cropped = self.cropped or ()
+            for place in cropped:
+                self.trainable[place].grad = None  # whose memory has gaps
             self.gradient.zero_()
             loss = self._loss(x, y)
             loss.backward()
+            for place in cropped:
+                found = self.trainable[place].grad
+                if found is not None:
+                    self.gradients[place].copy_(found)
             return loss.detach()
         total = torch.zeros_like(self.gradient)
         losses = torch.zeros((), device=self.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,6 +85,17 @@ class OneByOne(Backend):
         if chunk.starts is not None:
             chunk.starts.final[slot, : len(parameters)] = final
         return final - chunk.start(parameters, slot)[: len(parameters)], loss
+
+    @contextmanager
+    def _keyed(self, chunk: ChunkData, slot: int) -> Iterator[None]:
+        """Within, torch's generators are those of a client."""
+        cuda = self.device.type == "cuda"
+        with torch.random.fork_rng(devices=[self.device] if cuda else []):
+            generator = chunk.generator(slot)
+            torch.set_rng_state(generator.get_state())
+            if cuda:
+                torch.cuda.manual_seed(int(torch.randint(1 << 62, (), generator=generator)))
+            yield
 
     @torch.no_grad()
     def _load(self, parameters: torch.Tensor) -> None:

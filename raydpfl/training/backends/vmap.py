@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from raydpfl.core.device import index
 from raydpfl.methods.local.base import Local
 from raydpfl.models.tasks import Task
 from raydpfl.training.backends.base import ALL, Backend, Block, ChunkData, Rule, clip_factors, take
+from raydpfl.training.layers.dropout import Draws, Dropout, Dropped, Record, draw
 
 # the form of attention whose gradient torch can take of all clients at once: of the others it has
 # no batching rule, and would go through the clients one by one
@@ -32,9 +34,10 @@ LIMIT = 1 << 28  # bytes of samples' gradients at a time
 
 Parts = Callable[[torch.Tensor], list[torch.Tensor]]
 Named = dict[str, torch.Tensor]  # by the parameter's name, [C, *its shape]
-Gradients = Callable[[Named, torch.Tensor, torch.Tensor, torch.Tensor], Any]
-"""Of the parameters, x [C, B, *shape], y [C, B, *target] and shares [C, B]: the gradients of the
-clients' losses, these [C], and where samples are clipped the factors [C, B]."""
+Masks = list[torch.Tensor]  # of every dropout, [C, B, ...]
+Gradients = Callable[[Named, torch.Tensor, torch.Tensor, torch.Tensor, Masks], Any]
+"""Of the parameters, x [C, B, *shape], y [C, B, *target], shares [C, B] and masks: the gradients of
+the clients' losses, these [C], and where samples are clipped the factors [C, B]."""
 
 
 class _Forward:
@@ -57,11 +60,12 @@ class _Forward:
             for held, name in at[id(parameter)]
         ]
 
-    def __call__(self, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, masks: Masks, *parameters: torch.Tensor) -> torch.Tensor:
         try:
             for held, name, place, _ in self.places:
                 held[name] = parameters[place]
-            return self.module(x)
+            with Dropout(iter(masks)) if masks else nullcontext():
+                return self.module(x)
         finally:
             for held, name, _, own in self.places:
                 held[name] = own
@@ -131,7 +135,7 @@ def _flat(parts: list[torch.Tensor]) -> torch.Tensor:
 
 class Vmap(Backend):
     """Trains the chunk at once, every parameter [C, *its shape]. A module that draws random numbers
-    raises RuntimeError when it is run.
+    other than for dropout raises RuntimeError when it is run.
     """
 
     can = frozenset(ALL)
@@ -153,43 +157,65 @@ class Vmap(Backend):
         self._forwards = vmap(self._forward, randomness="error")
         self._beneath = vmap(grad_and_value(self._loss), randomness="error")
         self._by_sample = vmap(
-            grad_and_value(self._loss), in_dims=(None, 0, 0, None), randomness="error"
+            grad_and_value(self._loss), in_dims=(None, 0, 0, None, 0), randomness="error"
         )
+        self._dropped: list[Dropped] | None = None  # in a batch; None: not yet known
 
-    def _outputs(self, named: Named, x: torch.Tensor) -> torch.Tensor:
+    def _outputs(self, named: Named, x: torch.Tensor, masks: Masks) -> torch.Tensor:
         """What the module gives for x [C, B, *shape], [C B, ...]."""
         with self.autocast(), sdpa_kernel(PRODUCTS):
-            outputs = self._forwards(x, *named.values())
+            outputs = self._forwards(x, masks, *named.values())
         return outputs.flatten(0, 1).float()
 
+    def _masks(self, named: Named, x: torch.Tensor, draws: Draws, shares: torch.Tensor) -> Masks:
+        """The masks of a step."""
+        if self._dropped is None:
+            record = Record()
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), record:
+                self._one({name: part[:1] for name, part in named.items()}, x[:1, :1])
+            self._dropped = record.calls
+        low = self.precision == "bfloat16"
+        return draw(draws, self._dropped, shares.bfloat16() if low else shares)
+
+    def _one(self, named: Named, x: torch.Tensor) -> None:
+        """Has the module run on a sample of one client, x [1, 1, *shape]."""
+        with self.autocast(), sdpa_kernel(PRODUCTS):
+            self._forward(x[0], [], *(part[0] for part in named.values()))
+
     def _means(
-        self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor
+        self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, masks: Masks
     ) -> tuple[Named, torch.Tensor]:
         """The gradients of the clients' losses, and these [C]."""
         held = {name: part.detach().requires_grad_() for name, part in named.items()}
-        losses = self.task.loss(self._outputs(held, x), y.flatten(0, 1)).view(shares.shape)
+        losses = self.task.loss(self._outputs(held, x, masks), y.flatten(0, 1)).view(shares.shape)
         means = (losses * shares).sum(1)
         gradients = torch.autograd.grad(means.sum(), list(held.values()), materialize_grads=True)
         return dict(zip(held, gradients, strict=True)), means.detach()
 
     def _loss(
-        self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor
+        self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, masks: Masks
     ) -> torch.Tensor:
         with self.autocast(), sdpa_kernel(PRODUCTS):
-            outputs = self._forward(x, *named.values())
+            outputs = self._forward(x, masks, *named.values())
         return self.task.loss(outputs.float(), y) @ shares
 
     def _alone(
-        self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor
+        self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, masks: Masks
     ) -> tuple[Named, torch.Tensor]:
         """The gradients of one client's loss, and this."""
         held = {name: part.detach().requires_grad_() for name, part in named.items()}
-        loss = self._loss(held, x, y, shares)
+        loss = self._loss(held, x, y, shares, masks)
         gradients = torch.autograd.grad(loss, list(held.values()), materialize_grads=True)
         return dict(zip(held, gradients, strict=True)), loss.detach()
 
     def _clipped(
-        self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, clip: float
+        self,
+        named: Named,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        shares: torch.Tensor,
+        masks: Masks,
+        clip: float,
     ) -> Any:
         """Of one client: the sum of its samples' clipped gradients by their shares, that of their
         losses, and the clip factors, float32 [B].
@@ -198,11 +224,11 @@ class Vmap(Backend):
         loss = 0.0
         clipping: list[torch.Tensor] = []
         samples = max(1, LIMIT // (4 * sum(self.sizes)))
-        for rows, labels, share in zip(
-            x.split(samples), y.split(samples), shares.split(samples), strict=True
-        ):
-            ones = torch.ones_like(share[:1])
-            gradients, losses = self._by_sample(named, rows[:, None], labels[:, None], ones)
+        for first in range(0, len(shares), samples):
+            span = slice(first, first + samples)
+            share = shares[span]
+            batch = x[span, None], y[span, None], torch.ones_like(share[:1])
+            gradients, losses = self._by_sample(named, *batch, [mask[span, None] for mask in masks])
             squares = [part.flatten(1).square().sum(1) for part in gradients.values()]
             clipping.append(clip_factors(torch.stack(squares).sum(0).sqrt(), clip))
             factors = clipping[-1] * share
@@ -237,10 +263,15 @@ class Vmap(Backend):
         if clip is not None:
             of_one = partial(self._clipped, clip=clip)
 
-        def gradients_of(named: Named, *batch: torch.Tensor) -> tuple[Any, ...]:
+        def gradients_of(named: Named, *batch: Any) -> tuple[Any, ...]:
+            *rows, masks = batch
             clients = [
-                of_one({name: part[slot] for name, part in named.items()}, *rows)
-                for slot, rows in enumerate(zip(*batch, strict=True))
+                of_one(
+                    {name: part[slot] for name, part in named.items()},
+                    *(part[slot] for part in rows),
+                    [mask[slot] for mask in masks],
+                )
+                for slot in range(len(rows[0]))
             ]
             gradients, *others = zip(*clients, strict=True)
             joined = {name: torch.stack([part[name] for part in gradients]) for name in named}
@@ -255,15 +286,22 @@ class Vmap(Backend):
         factors: list[torch.Tensor] = []
         gradients_of = self._gradients_of(chunk)
         few = self.few if len(chunk.sizes) > self.few else 0
+        drops = self._dropped is None or bool(self._dropped)
+        draws = {slot: self._generator(chunk, slot) for slot in chunk.slots if drops}
         for step, (rows, shares) in enumerate(chunk.batches()):
             count = len(shares)
             if count <= few:
                 gradients_of = self._client_by_client(chunk.clip)
             if count < len(steps.now[0]):
                 steps.narrow(count)
-            batch = take(x[:count], rows), take(y[:count], rows), shares[:, 0]
+            batch_x = take(x[:count], rows)
+            named = self._named(steps.now)
+            sizes = zip(range(count), chunk.batch_sizes[:count].tolist(), strict=True)
+            drawn = [(draws.get(slot), size) for slot, size in sizes]
+            masks = self._masks(named, batch_x, drawn, shares[:, 0])
+            batch = batch_x, take(y[:count], rows), shares[:, 0], masks
             clipping: list[torch.Tensor]  # the clip factors, where samples are clipped
-            gradients, loss, *clipping = gradients_of(self._named(steps.now), *batch)
+            gradients, loss, *clipping = gradients_of(named, *batch)
             factors += clipping
             losses[:count] += loss
             direction = list(gradients.values())
@@ -286,6 +324,14 @@ class Vmap(Backend):
                 chunk.starts.final[slots, :d] = ended
                 start = chunk.starts.initial[slots, :d]
             yield Block(trained, ended - start, means[trained])
+
+    def _generator(self, chunk: ChunkData, slot: int) -> torch.Generator:
+        """What the masks of a client are drawn from: on the CPU as the loop draws them."""
+        generator = chunk.generator(slot)
+        if self.device.type == "cpu":
+            return generator
+        seed = int(torch.randint(1 << 62, (), generator=generator))
+        return torch.Generator(self.device).manual_seed(seed)
 
     def _named(self, parts: list[torch.Tensor]) -> Named:
         return dict(zip(self.names, parts, strict=True))

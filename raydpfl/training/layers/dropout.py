@@ -1,31 +1,45 @@
-"""The masks of dropout in a chunk that goes through a module as one batch.
+"""The masks of dropout of a chunk's clients, drawn as the plain loop draws them: each client's from
+its own generator, for its real samples alone.
 
 >>> generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
->>> with Masks([(generators[0], 3), (generators[1], 2)]):  # the second has 2 samples, and padding
-...     together = F.dropout(torch.ones(6, 4))
->>> alone = torch.ones(3, 4).bernoulli_(0.5, generator=torch.Generator().manual_seed(1)) * 2
->>> torch.equal(together[:3], alone)
+>>> masks = draw([(generators[0], 3), (generators[1], 2)], [Dropped((4,), 0.5)], torch.ones(2, 3))
+>>> with Dropout(iter([masks[0][1]])):
+...     second = F.dropout(torch.ones(3, 4))
+>>> alone = torch.ones(2, 4).bernoulli_(0.5, generator=torch.Generator().manual_seed(2)) * 2
+>>> torch.equal(second[:2], alone)
 True
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+Draws = Sequence[tuple[torch.Generator | None, int]]
+"""The generator of every slot, None for an empty one, and its samples."""
 
-class Masks(TorchFunctionMode):
-    """Draws the masks of dropout client by client, as the loop draws them: each from its own
-    generator, for its real samples alone.
-    """
 
-    def __init__(self, clients: list[tuple[torch.Generator | None, int]]):
-        """`clients`: the generator of every slot, None for an empty one, and its samples."""
+class Dropped(NamedTuple):
+    """What a module's dropout is called with."""
+
+    shape: tuple[int, ...]  # of one sample
+    p: float
+
+
+class Dropout(TorchFunctionMode):
+    """Takes the masks of `F.dropout` and of attention, in their order, from `masks`."""
+
+    def __init__(self, masks: Iterator[torch.Tensor]):
         super().__init__()
-        self.clients = clients
+        self.masks = masks
+
+    def mask(self, x: torch.Tensor, p: float) -> torch.Tensor:
+        """What x is multiplied by where each of its numbers is dropped with probability p."""
+        return next(self.masks)
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -41,14 +55,7 @@ class Masks(TorchFunctionMode):
     ) -> torch.Tensor:
         if not training or p == 0:
             return x
-        if len(x) % len(self.clients):
-            raise ValueError("the first axis of what is dropped out is not that of the samples")
-        mask = torch.ones_like(x, memory_format=torch.contiguous_format)
-        by_client = mask.unflatten(0, (len(self.clients), -1))
-        for part, (generator, samples) in zip(by_client, self.clients, strict=True):
-            if generator is not None:
-                part[:samples].bernoulli_(1 - p, generator=generator)
-        mask.div_(1 - p)
+        mask = self.mask(x, p)
         return x.mul_(mask) if inplace else x * mask
 
     def _attention(
@@ -79,3 +86,42 @@ class Masks(TorchFunctionMode):
         elif attn_mask is not None:
             scores = scores + attn_mask
         return self._dropout(torch.softmax(scores, -1), dropout_p) @ value
+
+
+class RowMajor(Dropout):
+    """Draws each mask from torch's generator in the order of its axes, where torch itself draws in
+    the order in which x lies in memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(iter(()))
+
+    def mask(self, x: torch.Tensor, p: float) -> torch.Tensor:
+        drawn = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
+        return drawn.div_(1 - p)
+
+
+class Record(Dropout):
+    """Drops nothing of one sample, [1, ...], and notes what would be in `calls`. Raises ValueError
+    where the first axis is not that of the samples.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(iter(()))
+        self.calls: list[Dropped] = []
+
+    def mask(self, x: torch.Tensor, p: float) -> torch.Tensor:
+        if len(x) != 1:
+            raise ValueError("the first axis of what is dropped out is not that of the samples")
+        self.calls.append(Dropped(tuple(x.shape[1:]), p))
+        return torch.ones_like(x)
+
+
+def draw(draws: Draws, calls: Sequence[Dropped], like: torch.Tensor) -> list[torch.Tensor]:
+    """The masks of every call, [C, B, ...], on the device of `like` [C, B] and in its dtype."""
+    masks = [like.new_ones(*like.shape, *call.shape) for call in calls]
+    for slot, (generator, samples) in enumerate(draws):
+        for mask, call in zip(masks, calls, strict=True):
+            if generator is not None:
+                mask[slot, :samples].bernoulli_(1 - call.p, generator=generator).div_(1 - call.p)
+    return masks

@@ -1,0 +1,88 @@
+"""Convolutions without the taps that see padding alone, against autograd on the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from raydpfl import models
+from raydpfl.methods.local import Sgd
+from raydpfl.training.layers.tap_crop import crop, live_taps
+from raydpfl.training.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_taps_that_read_pixels_are_those_with_a_gradient(seed):
+    draw = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=draw))
+
+    kernel, stride, padding, dilation = (
+        (number(1, 5), number(1, 5)),
+        number(1, 3),
+        number(0, 3),
+        1,
+    )
+    layer = nn.Conv2d(2, 3, kernel, stride, padding, number(1, 3) if padding else dilation)
+    image = (number(1, 5), number(1, 5))
+    x = torch.rand(2, 2, *image) + 0.1
+    try:
+        layer(x).sum().backward()
+    except RuntimeError:  # the filter is larger than the padded image
+        return
+    read = layer.weight.grad[0, 0] != 0
+    (top, bottom), (left, right) = live_taps(layer, image)
+    assert read.any(1).nonzero().flatten().tolist() == [*range(top, bottom)] or not read.any()
+    assert read.any(0).nonzero().flatten().tolist() == [*range(left, right)] or not read.any()
+    part = crop(layer, image)
+    if part is not None:
+        how = (layer.stride, 0, layer.dilation)
+        assert torch.allclose(
+            F.conv2d(x, layer.weight[part], layer.bias, *how), layer(x), atol=1e-6
+        )
+
+
+class Reader(nn.Module):
+    """Reads the weight of a convolution by itself too."""
+
+    def __init__(self, reads: bool):
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, stride=2, padding=1)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.third = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.reads = reads
+
+    def forward(self, x):
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        x = self.third(x).flatten(1)
+        return x + self.second.weight.square().sum() * x if self.reads else x
+
+
+def updates(module: nn.Module, local: Sgd, crops: bool) -> tuple[torch.Tensor, bool]:
+    draw = torch.Generator().manual_seed(1)
+    x = torch.rand(2, 6, 2, 2, 2, generator=draw)
+    y = torch.randint(4, (2, 6), generator=draw)
+    trainer = Trainer(module, local, backend="loop", seed=0)
+    trainer._backend.cropped = None if crops else []
+    chunk = trainer.chunk(models.flatten(module), x, y, [6, 5], t=0, clients=[0, 1], draws=[0, 0])
+    found = torch.cat([block.updates for block in chunk])
+    return found, bool(trainer._backend.cropped)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("local", [Sgd(steps=3, batch=3), Sgd(steps=3, batch=3, momentum=0.5)])
+def test_the_loop_trains_as_without_the_crop_and_does_without_where_weights_are_read(local, reads):
+    torch.manual_seed(0)
+    module = Reader(reads)
+    expected, _ = updates(module, local, crops=False)
+    found, cropped = updates(module, local, crops=True)
+    assert cropped is not reads
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+    if not reads:  # of nine taps one has moved
+        by_second = found[0].split([p.numel() for p in module.parameters()])[2].view(4, 4, 3, 3)
+        assert by_second[:, :, 1, 1].all() and by_second.count_nonzero() == 16
