@@ -4,7 +4,8 @@
 
 - with an address, a placement group or GPUs: as many client actors as fit;
 - else this process, where compiled code trains in threads, where one actor at most has work or
-  room, or where all rounds take less time than Ray's start would save;
+  room, or where actors would save less time in all rounds than Ray's start takes, by the steps of
+  a few clients that were timed;
 - else one actor for each core.
 
 What was decided for this machine is logged and written into the config of the run. A cluster may
@@ -19,7 +20,6 @@ import math
 import os
 import pickle
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from raydpfl.core import device, signals
-from raydpfl.core.hardware import cores, threads
+from raydpfl.core.hardware import cores
 from raydpfl.errors import ConfigError, RunError, contained, traceback_text
 from raydpfl.runtime.capacity import wanted
 from raydpfl.runtime.session import LOOK, Session, at_work, free, on_node, raised
@@ -49,15 +49,10 @@ TICK = 0.05  # seconds between two looks at what is waited for
 START = 8.0  # seconds that Ray and its actors, which import torch, take to start on two cores
 ACTORS_START = 3.0  # seconds that the actors take where Ray runs
 # what is done before the first round, in words
-TIMING = "timing a round"
 STARTING = "starting Ray"
 # why `auto` runs in this process
 NO_RAY = "Ray is not installed"
 NO_GAIN = "client actors would be no faster than the threads of this process"
-
-
-class _TooLong(BaseException):
-    """A timed round takes longer than Ray's start."""
 
 
 class Launcher:
@@ -110,7 +105,7 @@ class Launcher:
         if self._session:
             self._session.check()
 
-    def decide(self, plan: Plan, on_stage: Callable[[str], object] = lambda what: None) -> Plan:
+    def decide(self, plan: Plan) -> Plan:
         """The plan with the number of client actors, and with what its clients' GPUs compute like
         where this process has none: a node of the cluster is asked.
 
@@ -135,25 +130,22 @@ class Launcher:
         self._count = wanted(client, *run, left, here)
         if not here:
             return plan
-        self._reason = self._why_here(plan, on_stage)
+        self._reason = self._why_here(plan)
         if self._reason:
             self._count = 0
         log.info("client.actors: auto is %d%s", self._count, self._reason and f": {self._reason}")
         client = client.model_copy(update={"actors": self._count})
         return replace(plan, experiment=plan.experiment.model_copy(update={"client": client}))
 
-    def _why_here(self, plan: Plan, on_stage: Callable[[str], object]) -> str | None:
+    def _why_here(self, plan: Plan) -> str | None:
         """Why `auto` runs in this process; None: it takes client actors."""
-        experiment = plan.experiment
-        speed = threads() if BACKENDS[experiment.client.backend].threads else 1
-        if self._count <= speed:
+        if BACKENDS[plan.experiment.client.backend].threads or self._count <= 1:
             return NO_GAIN
         if importlib.util.find_spec("ray") is None:
             return NO_RAY
         start = START if self._elastic else ACTORS_START
-        on_stage(TIMING)
-        seconds = experiment.rounds * round_seconds(plan, start)
-        if seconds * (1 - speed / self._count) < start:
+        seconds = plan.train_seconds
+        if seconds * (1 - 1 / self._count) < start:
             return f"all rounds take about {seconds:.2g} s, and starting Ray {start:g} s"
         return None
 
@@ -270,29 +262,6 @@ class Launcher:
         without it.
         """
         return {"used": self._count > 0, "actors": self._count, "why_not": self._reason}
-
-
-def round_seconds(plan: Plan, limit: float) -> float:
-    """Seconds of a round in this process, timed in a temporary folder; `limit` where it takes
-    longer. The second round counts, unless the first shows that all rounds end within `limit`.
-    """
-    level = log.level
-    log.setLevel(logging.ERROR)  # the run itself says what there is to say
-    try:
-        with tempfile.TemporaryDirectory(prefix="raydpfl-timed-") as folder:
-            coordinator = Coordinator(plan, folder)
-            coordinator.start()
-            with signals.limited(limit, _TooLong()):
-                seconds = coordinator.round()["seconds"]
-                if seconds * plan.experiment.rounds > limit and plan.experiment.rounds > 1:
-                    seconds = coordinator.round()["seconds"]
-            return seconds
-    except _TooLong:
-        return limit
-    except Exception:  # which the run will meet, and say where
-        return 0.0
-    finally:
-        log.setLevel(level)
 
 
 def _inline(coordinator: Coordinator, method: str, *arguments: Any) -> Any:

@@ -114,7 +114,7 @@ def run(
                 check_same_run(plan.experiment, folder)
                 check_repeatable(plan.experiment, fresh_noise)
             tracking.installed(plan.experiment.track)
-            plan = launcher.decide(plan, on_stage)
+            plan = launcher.decide(plan)
             signals.check()
             with _taken(folder, resume):
                 config = plan.experiment.to_yaml().encode()

@@ -69,6 +69,7 @@ class Plan:
     mechanism: Release | None  # None: not private
     individual: IndividualBudgets | None  # clients' own budgets; None: they have none
     platform: Mapping[str, str]  # code, versions and processor: see `raydpfl.simulation.provenance`
+    train_seconds: float = 0.0  # of all rounds' training in one thread, if it was timed
     # what was released before the run was restarted with fresh noise
     history: tuple[Segment, ...] = ()
     first: int = 0  # the round that it was restarted from

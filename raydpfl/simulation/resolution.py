@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from torch import nn
 
 from raydpfl import models
 from raydpfl.config.setting import Setting
@@ -24,12 +25,15 @@ from raydpfl.experiment import Experiment, as_fields
 from raydpfl.methods.noise import RunFacts
 from raydpfl.methods.population import check_means, client_weights, composed
 from raydpfl.methods.selection import Population
+from raydpfl.models.tasks import Form
 from raydpfl.privacy import Sampling, budgets
 from raydpfl.privacy.individual import IndividualBudgets
+from raydpfl.sections import Client
 from raydpfl.simulation import provenance
 from raydpfl.simulation.plan import SHOWS, Plan
 from raydpfl.simulation.scheduler import chunk_width, held_at_once
 from raydpfl.training.backend_choice import choose_backend
+from raydpfl.training.backend_timing import StepTimes, Work
 from raydpfl.training.backends import BACKENDS
 from raydpfl.training.validation import check_counts
 
@@ -53,6 +57,37 @@ def preview(experiment: Experiment, data_root: Path | None) -> Setting:
     return setting
 
 
+def _client(
+    experiment: Experiment,
+    shards: Shards,
+    form: Form,
+    module: nn.Module,
+    bound: float | None,
+    cohort: int,
+) -> tuple[Client, float]:
+    """Its section with the backend and the chunk chosen, `bound` being that on every sample's
+    gradient; and the seconds of `Plan.train_seconds`.
+    """
+    client, local = experiment.client, experiment.local
+    gpus, chunk = client.num_gpus, client.chunk
+    if chunk == "auto":
+        most = held_at_once(local, shards, form, module, gpus) if gpus > 0 else None
+        chunk = chunk_width(cohort, most)
+    work = Work.of(local, shards.sizes, chunk, cohort, experiment.rounds)
+    times = None
+    if gpus == 0:
+        times = StepTimes(module, local, form, bound, client.precision, work)
+    how = (client.backend, bound, gpus > 0, client.precision, times)
+    backend = choose_backend(module, local, form, *how)
+    kind = BACKENDS[backend]
+    seconds = 0.0
+    if times and client.actors == "auto" and not kind.threads:
+        seconds = times.of(backend) * work.steps
+    if client.chunk == "auto" and kind.one_by_one:
+        chunk = 1
+    return client.model_copy(update={"backend": backend, "chunk": chunk}), seconds
+
+
 def resolve(
     experiment: Experiment,
     data_root: Path | None = None,
@@ -68,7 +103,7 @@ def resolve(
     """
     with as_fields(), single_blas():
         setting = preview(experiment, data_root)
-        seed, rounds, client = experiment.seed, experiment.rounds, experiment.client
+        seed, rounds = experiment.seed, experiment.rounds
         selection, local = experiment.selection, experiment.local
         path = prepare(experiment.data, seed, data_root, validation=setting.held_out)
         shards = Shards.open(path)
@@ -81,9 +116,6 @@ def resolve(
         module = models.build(model, form, seed)
         d = models.parameter_count(module)
         check_counts(local, sizes)
-        bound, gpus = setting.per_sample_bound, client.num_gpus
-        how = (client.backend, bound, gpus > 0, client.precision)
-        backend = choose_backend(module, local, form, *how)
         samples = np.maximum(sizes, 1)  # a client without samples is never drawn
         batches = local.batch_sizes(samples)
         variances = partial(experiment.noise.variances, seed, samples, batches, data_root)
@@ -91,10 +123,8 @@ def resolve(
         population = Population(sizes, selection.costs(d, variances), table)
         check_means(selection, experiment.bounding, experiment.stateful, population)
         cohorts = selection.sampling(population)
-        chunk = client.chunk
-        if chunk == "auto":
-            most = held_at_once(local, shards, form, module, gpus) if gpus > 0 else None
-            chunk = 1 if BACKENDS[backend].one_by_one else chunk_width(cohorts.cohort, most)
+        bound = setting.per_sample_bound
+        client, seconds = _client(experiment, shards, form, module, bound, cohorts.cohort)
         noise = experiment.noise.resolved(setting, cohorts)
         weight = float(
             np.abs(client_weights(experiment.weights, selection, population)).max(initial=0.0)
@@ -126,7 +156,6 @@ def resolve(
         individual = _individual(experiment, setting, cohorts, population, data_root)
     # the noise of a virtual cohort is scaled down to the clients that are simulated
     stds = mechanism.sum_stds(cohorts.cohort) if mechanism else {}
-    client = client.model_copy(update={"backend": backend, "chunk": chunk})
     experiment = experiment.model_copy(update={"client": client, "model": model, "noise": noise})
     unseen = experiment.model_copy(update=dict.fromkeys(SHOWS, ()))
     plan = Plan(
@@ -143,6 +172,7 @@ def resolve(
         },
         mechanism=mechanism,
         individual=individual,
+        train_seconds=seconds,
         platform=provenance.of(unseen),
         factors=mechanism.factors if mechanism else (),
     )

@@ -1,9 +1,10 @@
 """Which backend trains a model.
 
-The backends that suit a model are tried in the order of their speed (`_suited`): the first steps of
-each, on made-up rows, are compared with the loop's. Where they fail or differ the next one is
-tried, in the end the loop, and the log says why. On a GPU all convolutions are trained by vmap, as
-one client after another keeps it waiting for the host.
+The backends that suit a model have an order (`_suited`). The first steps of each, on made-up rows,
+are compared with the loop's; one that fails or differs is left out, and the log says why. A run of
+less than `WORTH` seconds takes the first that is left. For a longer one the steps of all that are
+left are timed, and the fastest is taken: another than the first where it takes a tenth less. On a
+GPU, and where compiled code fits, the order decides.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 >>> form = Form((1, 28, 28), Target(classes=10), Classification())
@@ -14,6 +15,9 @@ one client after another keeps it waiting for the host.
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 from torch import nn
@@ -29,6 +33,7 @@ from raydpfl.models.linear_stack import NoStack, stack
 from raydpfl.models.shared_and_local import ParameterSplit
 from raydpfl.models.tasks import Classification, Form, Target  # noqa: F401  (the example above)
 from raydpfl.training.backend_check import mismatch
+from raydpfl.training.backend_timing import StepTimes
 from raydpfl.training.backends import BACKENDS, REFERENCE, check_backend, lacking
 from raydpfl.training.backends.compiled import unfit
 from raydpfl.training.backends.convolutional import links, unpooled
@@ -38,6 +43,10 @@ log = logging.getLogger("raydpfl")
 UNFIT = "this backend does not fit the model"
 NEXT = "clients are trained by %s; %s does not fit the model: %s"
 SLOW = "clients are trained by the loop, one at a time, which is slow: %s; faster: %s"
+FASTEST = "clients are trained by %s, the fastest here: %s"
+WORTH = 20.0  # seconds of a run whose backends are timed
+LONGEST = 2.0  # seconds after which no other backend is timed, or a twentieth of the run
+GAIN = 0.9  # of the time of the first, which another has to take at most
 CHAIN = "convolutions, activations and max-pooling in a row, then linear layers (as model.kind cnn)"
 
 Asked = tuple[Local, float | None, Precision, ParameterSplit]
@@ -52,6 +61,7 @@ def choose_backend(
     clip: float | None = None,
     gpu: bool = False,
     precision: Precision = "float32",
+    times: StepTimes | None = None,
 ) -> str:
     """The backend to train `module` on samples of this form.
 
@@ -63,6 +73,7 @@ def choose_backend(
         clip: the bound on every sample's gradient, if any.
         gpu: whether training is on a GPU.
         precision: of products.
+        times: what times the backends; None: the order decides.
 
     Raises:
         ConfigError: a rule, a loss or a module that cannot be trained as asked, or a backend that
@@ -86,19 +97,57 @@ def choose_backend(
         candidates = [REFERENCE]
     for name in candidates:
         check_backend(name, *asked)
-    unlike = {}  # why backends do not fit
-    others = [name for name in candidates if name != REFERENCE]
-    for name, following in pairwise([*others, REFERENCE]):
-        unlike[name] = mismatch(module, local, form, name, clip)
-        if unlike[name] is None:
-            return name
-        if backend == "auto" and following != REFERENCE:
-            log.warning(NEXT, following, name, unlike[name])
-    if backend not in ("auto", REFERENCE):
+    fit, unlike = _fit(candidates, partial(mismatch, module, local, form, clip=clip), times)
+    if not fit:
         expected = f"auto or {REFERENCE}; {UNFIT}: {unlike[backend]}"
         raise ConfigError("client.backend", backend, expected)
-    log.warning(SLOW, *_hindrance(module, suited, asked, drawn, unlike))
-    return REFERENCE
+    if times and len(fit) > 1:
+        return _fastest(times, fit)
+    if fit[0] == REFERENCE:
+        log.warning(SLOW, *_hindrance(module, suited, asked, drawn, unlike))
+    return fit[0]
+
+
+def _fit(
+    candidates: list[str], differs: Callable[..., str | None], times: StepTimes | None
+) -> tuple[list[str], dict[str, str]]:
+    """The first of the candidates that fits, and with `times` all others where the run is worth it;
+    and why those that were tried do not fit.
+    """
+    fit: list[str] = []
+    unlike = {}
+    for name, following in pairwise([*candidates, ""]):
+        reason = None if name == REFERENCE else differs(backend=name)
+        if reason is None:
+            fit.append(name)
+            if not following or times is None or BACKENDS[name].threads or _short(times, fit):
+                break
+            continue
+        unlike[name] = reason
+        if following not in ("", REFERENCE) and not fit:
+            log.warning(NEXT, following, name, reason)
+    return fit, unlike
+
+
+def _short(times: StepTimes, fit: list[str]) -> bool:
+    """Whether a run by the first backend that fits is too short to look for another."""
+    return len(fit) == 1 and times.of(fit[0]) * times.work.steps < WORTH
+
+
+def _fastest(times: StepTimes, fit: list[str]) -> str:
+    """The backend of those that takes the least time."""
+    began = time.perf_counter()
+    first, *others = fit
+    seconds = {first: times.of(first)}
+    most = max(LONGEST, seconds[first] * times.work.steps / 20)
+    for name in others:
+        if time.perf_counter() - began < most:
+            seconds[name] = times.of(name, min(seconds.values()))
+    best = min(seconds, key=lambda name: seconds[name])
+    taken = best if seconds[best] <= GAIN * seconds[first] else first
+    shown = (f"{name} {1e3 * took:.3g}" for name, took in seconds.items())
+    log.info(FASTEST, taken, f"ms a step of a client: {', '.join(shown)}")
+    return taken
 
 
 def _hindrance(
@@ -106,7 +155,7 @@ def _hindrance(
     suited: list[str],
     asked: Asked,
     drawn: str | None,
-    unlike: dict[str, str | None],
+    unlike: dict[str, str],
 ) -> tuple[str, str]:
     """Why the loop trains, and what would be faster, in words. `drawn`: the generator that the
     module draws from, other than torch's; `unlike`: why the backends that were tried do not fit.
@@ -145,16 +194,12 @@ def _unlinked(module: nn.Module) -> str | None:
 
 
 def _candidates(suited: list[str], asked: Asked) -> list[str]:
-    """The backends to try before the loop, the best first: of those that suit the module, those
-    that can do what is asked of them; only the best where samples are not clipped and no parameters
-    frozen.
-    """
+    """Of the backends that suit the module, those that can do what is asked of them."""
     able = [backend for backend in suited if not lacking(backend, *asked)]
     lacks = lacking(suited[0], *asked)
-    if lacks and able and suited[0] != REFERENCE:
+    if lacks and able[0] != REFERENCE:
         log.warning("clients are trained by %s; %s cannot do %s", able[0], suited[0], lacks)
-    all_of_them = asked[1] is not None or able[:1] == ["one_batch"]
-    return (able if all_of_them else able[:1]) or [REFERENCE]
+    return able
 
 
 def _suited(
@@ -173,16 +218,19 @@ def _suited(
         if clip is not None:
             by_hand = not gpu and not _unlinked(module) and not unpooled(links(module))
             first += ["convolutional"] if by_hand else []
-            return [*first, "layerwise", REFERENCE if recurs else "vmap"]
-        if not recurs and (gpu or not any(isinstance(layer, _ConvNd) for layer in kinds)):
-            return [*first, "vmap"]
-        return [*first, REFERENCE if _unlinked(module) else "convolutional"]
+            return [*first, "layerwise", *([] if recurs else ["vmap"]), REFERENCE]
+        if recurs:
+            return [*first, REFERENCE]
+        if gpu or not any(isinstance(layer, _ConvNd) for layer in kinds):
+            return [*first, "vmap", REFERENCE]
+        by_hand = not _unlinked(module)
+        return [*first, *(["convolutional"] if by_hand else []), REFERENCE, "vmap"]
     layerwise = ["layerwise"] if clip is not None else []
     if form.task.closed() is None:
-        return [*layerwise, "vmap"]
+        return [*layerwise, "vmap", REFERENCE]
     if gpu or lacking("compiled", local, clip):
-        return ["fused", *layerwise, "vmap"]
+        return ["fused", *layerwise, "vmap", REFERENCE]
     reason = unfit(layers)
     if reason is not None and reason == native.library_or_reason():
         log.warning("clients are not trained by compiled, which takes half the time: %s", reason)
-    return [*(["compiled"] if reason is None else []), "fused", *layerwise, "vmap"]
+    return [*(["compiled"] if reason is None else []), "fused", *layerwise, "vmap", REFERENCE]

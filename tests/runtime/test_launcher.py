@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-import time
+from dataclasses import replace
 
 import pytest
 from conftest import experiment
@@ -14,8 +14,7 @@ from raydpfl import Experiment, run
 from raydpfl.core import hardware, native
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.runtime import launcher
-from raydpfl.runtime.launcher import Launcher, round_seconds
-from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.runtime.launcher import Launcher
 from raydpfl.simulation.resolution import resolve
 
 AUTO = {"actors": "auto", "num_cpus": 1, "backend": "vmap"}
@@ -32,10 +31,9 @@ def chosen(monkeypatch):
         monkeypatch.setattr(launcher, "cores", lambda: cores)
         monkeypatch.setattr(hardware, "cores", lambda: cores)
         monkeypatch.setenv("OMP_NUM_THREADS", str(cores))
-        monkeypatch.setattr(launcher, "round_seconds", lambda plan, limit: min(seconds, limit))
         of = experiment(**{"client": AUTO, "rounds": 10, **sections})
         with Launcher(of.client, None) as starting:
-            plan = starting.decide(resolve(of))
+            plan = starting.decide(replace(resolve(of), train_seconds=seconds * of.rounds))
             assert plan.experiment.client.actors == starting.summary()["actors"]
             return plan.experiment.client.actors, starting.summary()["why_not"]
 
@@ -65,24 +63,11 @@ def test_auto_takes_this_process_where_compiled_code_trains_in_as_many_threads(c
     assert chosen(2, 9.0, client={**AUTO, "backend": "compiled"}) == (0, launcher.NO_GAIN)
 
 
-def test_a_round_is_timed_no_longer_than_ray_would_take_to_start(monkeypatch):
-    plan = resolve(experiment())
-    assert 0 < round_seconds(plan, 8.0) < 8.0
-    done = []
-    timed = Coordinator.round
-    monkeypatch.setattr(Coordinator, "round", lambda self: done.append(1) or timed(self))
-    assert round_seconds(plan, 1e-6) == 1e-6
-    round_seconds(plan, 100.0)
-    assert len(done) <= 2  # the first shows that all rounds are short
-    monkeypatch.setattr(Coordinator, "round", lambda self: time.sleep(60))
-    began = time.monotonic()
-    assert round_seconds(plan, 0.2) == 0.2 and time.monotonic() - began < 10
-
-    def failing(self):
-        raise RunError("of a client")
-
-    monkeypatch.setattr(Coordinator, "round", failing)
-    assert round_seconds(plan, 8.0) == 0.0  # the run itself says what fails
+def test_all_rounds_of_a_run_are_timed_before_the_first():
+    ten, twenty = (resolve(experiment(client=AUTO, rounds=rounds)) for rounds in (10, 20))
+    assert 0 < ten.train_seconds < 8.0
+    assert 0.3 < twenty.train_seconds / ten.train_seconds / 2 < 3
+    assert resolve(experiment(client={**AUTO, "actors": 0})).train_seconds == 0
 
 
 def test_what_auto_chose_is_in_the_config_and_the_summary(tmp_path, monkeypatch):
@@ -98,7 +83,8 @@ def test_what_auto_chose_is_in_the_config_and_the_summary(tmp_path, monkeypatch)
 def test_a_run_on_actors_that_auto_chose_gives_the_bits_of_an_inline_run(
     tmp_path, monkeypatch, shared_ray
 ):
-    monkeypatch.setattr(launcher, "round_seconds", lambda plan, limit: limit)
+    monkeypatch.setattr(launcher, "START", 0.0)
+    monkeypatch.setattr(launcher, "ACTORS_START", 0.0)
     stages = []
     sections = {"measure": ["clients", "trajectory"], "evaluate": {"every": 1}}
     inline = run(experiment(**sections, client={"backend": "vmap"}), tmp_path / "inline")

@@ -1,0 +1,131 @@
+"""How long a client's step takes by a backend, timed on made-up rows of the size of a run's."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import nn
+
+from raydpfl import models
+from raydpfl.core.hardware import Precision
+from raydpfl.core.prng import Purpose, stream
+from raydpfl.errors import RAISED
+from raydpfl.methods.local.base import Local
+from raydpfl.models.tasks import Form
+from raydpfl.training.backends import BACKENDS
+from raydpfl.training.backends.base import Starts
+from raydpfl.training.process_settings import single_thread
+from raydpfl.training.trainer import Trainer
+
+STEPS = 2  # of every client that is timed
+ENOUGH = 0.3  # seconds of a run after which there is no other; one of many clients takes fewer
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run trains."""
+
+    clients: int  # that a chunk holds, where a backend trains several at once
+    rows: int  # of a client
+    steps: float  # of all clients in all rounds
+
+    @classmethod
+    def of(cls, local: Local, sizes: np.ndarray, clients: int, cohort: float, rounds: int) -> Work:
+        """Of cohorts of clients with `sizes` rows, int64 [N]."""
+        some = np.maximum(sizes[:: max(1, len(sizes) // 10_000)], 1)
+        steps = 1.0 if local.trains else float(local.step_counts(some).mean())
+        return cls(clients, int(np.median(some)), steps * cohort * rounds)
+
+
+class StepTimes:
+    """Seconds of the processor for a client's step by backend, in one thread; for the training of a
+    client where it is a user-defined `train`. 0 where it raises.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        local: Local,
+        form: Form,
+        clip: float | None,
+        precision: Precision,
+        work: Work,
+    ):
+        self.module = module
+        self.steps = 1 if local.trains else STEPS
+        self.local = local
+        if not local.trains:
+            self.local = local.model_copy(update={"steps": STEPS, "epochs": None})
+        self.form = form
+        self.clip = clip
+        self.precision = precision
+        self.work = work
+        self._known: dict[str, float] = {}
+
+    @cached_property
+    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [1, n, *shape] and y [1, n, *target]."""
+        generator = stream(0, Purpose.DATA)
+        n = self.work.rows
+        x = self.form.inputs(n, generator)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            outputs = copy.deepcopy(self.module)(x[:1])
+        y = self.form.task.made_up(generator, n, tuple(outputs.shape[1:]))
+        return x[None], y[None]
+
+    def of(self, backend: str, at_most: float = float("inf")) -> float:
+        """By a backend. Where its first steps take more than four times `at_most`, they count."""
+        if backend not in self._known:
+            threads = torch.get_num_threads()
+            single_thread()
+            try:
+                self._known[backend] = self._timed(backend, at_most)
+            except RAISED:  # which the run will meet, and say where
+                self._known[backend] = 0.0
+            finally:
+                torch.set_num_threads(threads)
+        return self._known[backend]
+
+    def _timed(self, backend: str, at_most: float) -> float:
+        trainer = Trainer(
+            *(self.module, self.local),
+            backend=backend,
+            seed=0,
+            clip=self.clip,
+            user_defined=True,
+            task=self.form.task,
+            precision=self.precision,
+        )
+        clients = 1
+        if not BACKENDS[backend].one_by_one:
+            clients = min(self.work.clients, max(3, int(ENOUGH / (STEPS * min(at_most, 0.1)))))
+        first = self._run(trainer, min(clients, 3))
+        if first > 4 * at_most:
+            return first
+        seconds = self._run(trainer, clients)
+        if seconds * clients * self.steps < ENOUGH:
+            seconds = min(seconds, self._run(trainer, clients))
+        return seconds
+
+    def _run(self, trainer: Trainer, clients: int) -> float:
+        x, y = (part.expand(clients, *part.shape[1:]) for part in self._rows)
+        parameters = models.trained(self.module)
+        own = models.ParameterSplit.of(self.module).own
+        every = parameters.expand(clients, -1)
+        began = time.thread_time()
+        blocks = trainer.chunk(
+            *(parameters, x, y, [self.work.rows] * clients),
+            t=0,
+            clients=range(clients),
+            draws=[0] * clients,
+            corrections=torch.zeros_like(every) if self.local.corrects else None,
+            starts=Starts.at(every) if own else None,
+        )
+        for _ in blocks:
+            pass
+        return (time.thread_time() - began) / (clients * self.steps)
