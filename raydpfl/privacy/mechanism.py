@@ -339,7 +339,8 @@ class Mechanism:
 
     def event(self, relation: Relation) -> Event:
         """What accountants compose: one round, and all surveys once, under this relation. Where a
-        client's own rounds are counted they are taken to be those with the least noise.
+        client's own rounds are counted they are taken to be those with the least noise; and where
+        the rounds of an epoch depend on each other, all rounds.
         """
         once = self.survey.mu(relation) if self.survey else 0.0
         loss = None
@@ -352,7 +353,9 @@ class Mechanism:
             unscaled = sum((query.bound / query.std) ** 2 for query in alone)
             inverse = (self.noise_multiplier * np.array(ordered)) ** -2 + unscaled
             mus = (2 if relation == "replace_one" else 1) * np.sqrt(inverse)
-            return replace(event, mu=float(mus.max()), mus=tuple(mus.tolist()))
+            event = replace(event, mu=float(mus.max()))
+            # a larger mu dominates (docs/proofs.md, Random allocation)
+            return event if self.sampling.epoch else replace(event, mus=tuple(mus.tolist()))
         if not (self.squares and self.private):
             return event
         # the other queries of a round have noise of their own
@@ -398,8 +401,6 @@ class Mechanism:
         if self.stateful and relation == "replace_one" and self.sampling.coins is not None:
             known = "covered where a client may be absent, nearest: zero_out or add_remove"
             return f"clients with state ({self.stateful}) in a Poisson cohort are {known}"
-        if self.factors and self.sampling.scheme.in_epochs():
-            return f"{self.sampling.kind} of rounds whose noise differs; nearest: selection poisson"
         if self.sampling.colluders and relation == "add_remove":
             reason = "colluders know how many of them were drawn, which tells whether a client is"
             return f"{reason} there; nearest: zero_out or replace_one"

@@ -158,3 +158,8 @@ def test_what_is_not_covered_is_refused():
             Sampling("random_allocation", 1000, **fields)
     with pytest.raises(ConfigError):
         Sampling("fixed", 1000, 100, epoch=10, per_epoch=1)
+
+
+def test_rounds_whose_noise_differs_count_as_those_with_the_least():
+    run = replace(allocated(10, rounds=20), factors=(1.0, 2.0) * 10)
+    assert epsilon(run, "add_remove", 1e-5) == epsilon(allocated(10, rounds=20), "add_remove", 1e-5)
