@@ -185,8 +185,7 @@ def guarantee_against(view: ObserverView, accountant: str, delta: float) -> Guar
     released = (view.mechanism, view.relation, max(view.rounds, 1), accountant)
     guarantee = view.guarantee(accountant, spent, delta, unreached)
     rho = None
-    gaussian = not (view.mechanism.sampling.hidden or view.mechanism.integer)
-    if gaussian and guarantee.kind == "rigorous":
+    if not view.mechanism.sampling.hidden and guarantee.kind == "rigorous":
         event = view.mechanism.event(view.relation)
         rho = None if event.skellam else float(event.unamplified(view.rounds)) ** 2 / 2
     return replace(guarantee, curve=partial(tradeoff, *released), rho=rho)

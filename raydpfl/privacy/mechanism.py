@@ -102,6 +102,9 @@ class Event:
     skellam: SkellamLoss | None = None  # of noise that is no Gaussian; `mu` is of its variance
     # how many independent events 1, 2, ... with correlated noise amount to; empty: as many
     squares: tuple[float, ...] = ()
+    # mu of the first, second, ... event where these differ; `mu` is then the largest of them, and
+    # that of any event beyond
+    mus: tuple[float, ...] = ()
 
     def amounting(self, counts: ArrayLike) -> np.ndarray:
         """How many events with independent noise `counts` amount to where no sample is a secret,
@@ -115,10 +118,6 @@ class Event:
         most = len(self.squares)
         more = np.ceil(counts / most) * counts * (squares[1:] / np.arange(1, most + 1)).max()
         return np.where(counts > most, more, squares[np.minimum(counts, most)])
-
-    # mu of the first, second, ... event where these differ; `mu` is then the largest of them, and
-    # that of any event beyond
-    mus: tuple[float, ...] = ()
 
     @property
     def convex(self) -> bool:
