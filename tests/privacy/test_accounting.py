@@ -259,6 +259,17 @@ def test_small_deltas_of_composed_gaussians_are_those_of_the_one_that_they_are(m
     assert back == pytest.approx(target, rel=1e-9)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("population", "rounds", "finer"),
+    [(10**6, 10**4, 2.25296e-3), (10**6, 10**6, 2.66348e-2), (10**7, 10**6, 1.49883e-3)],
+)
+def test_rare_participations_have_a_grid_that_suits_them(population, rounds, finer):
+    """Next to a grid of 2^21 points, which takes a minute."""
+    found = epsilon(at_mu("poisson", 2.0, population, 1, rounds), "add_remove", 1e-5)
+    assert finer * (1 - 1e-5) <= found <= finer * 1.02
+
+
 BY_CLIENTS = {"placement": "client"}
 UNCOVERED = [
     (mechanism("poisson", **BY_CLIENTS), "add_remove", "pld", "noise.placement server"),
