@@ -47,7 +47,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
@@ -534,7 +533,7 @@ def group_removed_curves(weights: np.ndarray, mu: float) -> tuple[CurvePair, Cur
 
     def removed(epsilon: np.ndarray) -> np.ndarray:
         total = _unsampled(epsilon, drawn) + math.log(drawn)
-        ratios = _shared(total, counts * mu, chances, -math.inf)
+        ratios = _shared(total, counts * mu, chances)
         return (chances * gaussian_delta(ratios, counts * mu)).sum(axis=-1) + rest
 
     def added(epsilon: np.ndarray) -> np.ndarray:
@@ -542,29 +541,53 @@ def group_removed_curves(weights: np.ndarray, mu: float) -> tuple[CurvePair, Cur
         weight = -np.expm1(np.minimum(epsilon + math.log(none), 1.0)) if none else epsilon * 0 + 1
         positive = np.maximum(weight, np.finfo(float).tiny)
         total = np.log(positive) - epsilon
-        ratios = _shared(total, counts * mu, chances, -math.inf, above=True)
+        ratios = _shared(total, counts * mu, chances, above=True)
         shares = chances * np.exp(np.minimum(epsilon[..., None] + ratios, 1.0))
         return np.where(weight > 0, (shares * gaussian_delta(-ratios, counts * mu)).sum(-1), 0.0)
 
     return (removed, added), (added, removed)
 
 
-def group_replaced_curve(weights: np.ndarray, mu: float) -> Curve:
-    """The same where the group is replaced by another: for eps >= 0
+def group_replaced_curve(weights: np.ndarray, absent: float, other: float) -> Curve:
+    """One round in which k units of a group are in the sample with probability `weights`[k], and k
+    of those that stand in their place in the neighbouring world. A round with k is at most
+    k `absent` from one with none of them, and k `other` from its neighbour. With L_k and M_k the
+    likelihood ratios of N(k absent, 1), and of N(k other, 1), to N(0, 1), for eps >= 0
 
-        delta(eps) = sum_(k>0) weights[k] D(max(e^eps, L_k(x)); k mu),
-        L_k(x) = e^(k mu x - (k mu)^2 / 2),  sum_(k>0) weights[k] max(e^eps, L_k(x)) = e^eps - w_0,
+        delta(eps) = sum_(k>0) weights[k] (a_k D(max(M_k, e^eps); k other)
+                                           + (1 - a_k) D(L_k; k absent)),
+        a_k = min(1, e^eps / M_k),  sum_(k>0) weights[k] (1 - a_k) L_k = weights[0] (e^eps - 1),
 
-    with D(e^a; mu) = delta_G(a; mu). It bounds both directions of every pair of neighbours, and is
-    the curve of a dominating pair (docs/proofs.md). Of one unit it is `fixed_size_curve`.
+    with D(e^a; mu) = delta_G(a; mu), L_k at some x, and M_k at x + k (other - absent). It is the
+    curve of a dominating pair (docs/proofs.md); of one unit `three_gaussians_curve`, or where both
+    distances are alike `fixed_size_curve`.
     """
     counts, chances, rest = _of_group(weights)
-    drawn = float(chances.sum())
+    near, far = counts * other, counts * absent
+    logs = np.log(chances)
+
+    def ratios(x: np.ndarray, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        of_none = far * x[..., None] - far**2 / 2
+        of_other = near * (x[..., None] + near - far) - near**2 / 2
+        return of_none, of_other, -np.expm1(np.minimum(epsilon[..., None] - of_other, 0.0))
 
     def curve(epsilon: np.ndarray) -> np.ndarray:
-        total = _unsampled(epsilon, drawn) + math.log(drawn)
-        ratios = _shared(total, counts * mu, chances, np.asarray(epsilon)[..., None])
-        return (chances * gaussian_delta(ratios, counts * mu)).sum(axis=-1) + rest
+        epsilon = np.asarray(epsilon, float)
+        with np.errstate(divide="ignore"):
+            free = epsilon + np.log(-np.expm1(-epsilon)) + np.log(weights[0])
+            free = np.maximum(free, -700.0)[..., None]
+            # where the first term alone is more than enough
+            above = (np.maximum(free[..., 0], 0.0) + 2 - logs[0] + far[0] ** 2 / 2) / far[0]
+            high = np.maximum(above, (epsilon + 1 + near[0] ** 2 / 2) / near[0] + far[0])
+
+            def beyond(x: np.ndarray) -> np.ndarray:
+                of_none, _, share = ratios(-x, epsilon)
+                return (share * np.exp(np.minimum(logs + of_none - free, 700.0))).sum(axis=-1) > 1
+
+            x = -halved(beyond, -high, np.zeros_like(high), times=50)
+        of_none, of_other, share = ratios(x, epsilon)
+        own = (1 - share) * gaussian_delta(np.maximum(of_other, epsilon[..., None]), near)
+        return (chances * (own + share * gaussian_delta(of_none, far))).sum(axis=-1) + rest
 
     return curve
 
@@ -610,29 +633,26 @@ def _of_group(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
 
 
 def _shared(
-    total: np.ndarray, mus: np.ndarray, chances: np.ndarray, floor: Any, above: bool = False
+    total: np.ndarray, mus: np.ndarray, chances: np.ndarray, above: bool = False
 ) -> np.ndarray:
-    """max(floor, log L_k(x)), float64 [..., k], with L_k the likelihood ratio of N(mus[k], 1) and
-    N(0, 1), at the x where the sum of chances[k] times its exponential has the logarithm
-    `total` [...]; a little below it, or `above` it. By Newton's method on that, which is convex.
+    """log L_k(x), float64 [..., k], with L_k the likelihood ratio of N(mus[k], 1) and N(0, 1), at
+    the x where sum_k chances[k] L_k has the logarithm `total` [...]; a little below it, or `above`
+    it. By Newton's method on that, which is convex.
     """
     from scipy.special import logsumexp
 
     logs = np.log(chances)
     # where one term alone is the whole
     x = ((total[..., None] - logs + mus**2 / 2) / mus).min(axis=-1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        for _ in range(60):
-            ratios = mus * x[..., None] - mus**2 / 2
-            terms = logs + np.maximum(ratios, floor)
-            value = logsumexp(terms, axis=-1)
-            slope = (mus * (ratios > floor) * np.exp(terms - value[..., None])).sum(axis=-1)
-            step = np.where(slope > 0, (value - total) / slope, 0.0)
-            x = x - step
-            if (np.abs(step) <= 1e-13 * (1 + np.abs(x))).all():
-                break
+    for _ in range(60):
+        terms = logs + mus * x[..., None] - mus**2 / 2
+        value = logsumexp(terms, axis=-1)
+        step = (value - total) / (mus * np.exp(terms - value[..., None])).sum(axis=-1)
+        x = x - step
+        if (np.abs(step) <= 1e-13 * (1 + np.abs(x))).all():
+            break
     x = x + (1 if above else -1) * 1e-12 * (1 + np.abs(x))
-    return np.maximum(mus * x[..., None] - mus**2 / 2, floor)
+    return mus * x[..., None] - mus**2 / 2
 
 
 def mixture(parts: Sequence[tuple[float, Sequence[CurvePair]]]) -> tuple[CurvePair, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -15,13 +15,16 @@ from raydpfl.privacy.calculator import PersonalBudget, of_samples
 from raydpfl.privacy.group import together
 
 EPSILONS = np.array([0.0, 0.05, 0.4, 1.0, 2.5, 5.0])
-GRID = np.linspace(-12, 12, 6001)
+GRID = np.linspace(-22, 22, 11001)
 
 
-def hockey_stick(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """delta at `EPSILONS` of two mixtures of unit Gaussians, all means equally likely."""
+def hockey_stick(
+    first: np.ndarray, second: np.ndarray, chances: np.ndarray | None = None
+) -> np.ndarray:
+    """delta at `EPSILONS` of two mixtures of unit Gaussians, by default of equal weights."""
+    weights = np.full(len(first), 1 / len(first)) if chances is None else chances
     p, q = (
-        (np.exp(-((GRID[:, None] - means) ** 2) / 2) / np.sqrt(2 * np.pi)).mean(axis=1)
+        np.exp(-((GRID[:, None] - means) ** 2) / 2) @ weights / np.sqrt(2 * np.pi)
         for means in (first, second)
     )
     excess = (p - np.exp(EPSILONS)[:, None] * q).clip(min=0)
@@ -61,37 +64,67 @@ def test_of_one_unit_the_curves_are_those_of_a_unit():
     expected, _ = pld.poisson_curves(0.03, 0.8)
     assert removed(EPSILONS) == pytest.approx(expected[0](EPSILONS), rel=1e-8)
     assert added(EPSILONS) == pytest.approx(expected[1](EPSILONS), rel=1e-8, abs=1e-15)
-    one = pld.fixed_size_curve(0.03, 0.8)(EPSILONS)
-    assert pld.group_replaced_curve(weights, 0.8)(EPSILONS) == pytest.approx(one, rel=1e-8)
+    for absent, other in ((0.8, 0.8), (0.8, 0.4), (0.4, 0.8)):
+        one = pld.three_gaussians_curve(0.03, absent, other)
+        one = pld.fixed_size_curve(0.03, other) if absent == other else one
+        found = pld.group_replaced_curve(weights, absent, other)(EPSILONS)
+        assert found == pytest.approx(one(EPSILONS), rel=1e-8)
 
 
-@pytest.mark.parametrize("draw", range(40))
-def test_no_person_in_a_batch_of_fixed_size_passes_the_curve(draw):
+@pytest.mark.parametrize("draw", range(24))
+@pytest.mark.parametrize("zeros", [False, True])
+def test_no_person_in_a_batch_of_fixed_size_passes_the_curve(draw, zeros):
     """All batches are enumerated, of values at random or at the ends of what a bound of 1 allows;
     the first of these attain the curve at epsilon 0, where the person's are opposite.
     """
     random = stream(0, Purpose.DATA, draw=draw)
     n, batch, group = 6, int(random.integers(1, 5)), int(random.integers(1, 4))
     std = float(random.uniform(0.5, 2.0))
-    others = random.choice([-1.0, 0.0, 1.0], n - group) if draw % 2 else np.zeros(n - group)
+    others = (
+        random.choice([-1.0, 0.0, 1.0], n - group) if draw % 2 else np.full(n - group, zeros / 2)
+    )
     mine = random.uniform(-1, 1, group) if draw % 4 == 3 else np.ones(group)
     theirs = random.uniform(-1, 1, group) if draw % 8 == 7 else -np.ones(group)
+    theirs = 0 * theirs if zeros else theirs
     sums = [
         np.array([sum(values[i] for i in some) / std for some in combinations(range(n), batch)])
         for values in (np.append(mine, others), np.append(theirs, others))
     ]
-    weights = hypergeom.pmf(range(min(group, batch) + 1), n, group, batch)
-    curve = pld.group_replaced_curve(weights, 2 / std)(EPSILONS)
-    assert (np.maximum(hockey_stick(*sums), hockey_stick(*sums[::-1])) <= curve + 1e-9).all()
+    relation = "zero_out" if zeros else "replace_one"
+    sampling = Sampling("fixed", n, batch)
+    mu = 1 / std if zeros else 2 / std
+    (up, down), *_ = sampling.scheme.group_curves(sampling, mu, group, relation)
+    assert (hockey_stick(*sums) <= up(EPSILONS) + 1e-6).all()
+    assert (hockey_stick(*sums[::-1]) <= down(EPSILONS) + 1e-6).all()
     if not draw % 2:
-        assert hockey_stick(*sums)[0] == pytest.approx(curve[0], abs=1e-6)
+        assert hockey_stick(*sums)[0] == pytest.approx(up(EPSILONS)[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("draw", range(12))
+def test_no_person_that_is_replaced_under_poisson_passes_the_curve(draw):
+    random = stream(1, Purpose.DATA, draw=draw)
+    group, q = int(random.integers(1, 5)), float(random.choice([0.1, 0.25, 0.5]))
+    std = float(random.uniform(0.4, 2.0))
+    mine = random.uniform(-1, 1, group) if draw % 2 else np.ones(group)
+    theirs = random.uniform(-1, 1, group) if draw % 4 == 3 else -np.ones(group)
+    coins = np.array([*product([False, True], repeat=group)])
+    chances = np.where(coins, q, 1 - q).prod(axis=1)
+    sums = [coins @ values / std for values in (mine, theirs)]
+    sampling = Sampling("poisson", 20, round(20 * q))
+    ((curve, _),) = sampling.scheme.group_curves(sampling, 2 / std, group, "replace_one")
+    found = hockey_stick(*sums, chances), hockey_stick(*sums[::-1], chances)
+    assert (np.maximum(*found) <= curve(EPSILONS) + 1e-6).all()
+    if not draw % 2:
+        assert found[0][0] == pytest.approx(curve(EPSILONS)[0], abs=1e-6)
+        if group == 1:
+            assert found[0] == pytest.approx(curve(EPSILONS), abs=1e-6)
 
 
 @pytest.mark.parametrize(("group", "most"), [(1, 6.641), (5, 27.03), (20, 99.89)])
 def test_a_person_in_batches_of_fixed_size_costs_little_more_than_one_mixture(group, most):
     """One pair of neighbours, in one direction, is a mixture against a Gaussian; and it grows."""
     weights = hypergeom.pmf(range(group + 1), 10_000, group, 100)
-    curve = pld.group_replaced_curve(weights, 2.0)
+    curve = pld.group_replaced_curve(weights, 2.0, 2.0)
     (loss,) = pld.distributions(((curve, curve),))
     (found,) = loss.epsilons(1e-5, 100, 100)
     one_way = pld.distributions(pld.group_removed_curves(weights, 2.0))[0]
@@ -135,7 +168,7 @@ def test_a_scheme_that_says_nothing_of_groups_has_group_privacy():
     assert factor == 1
     assert sampling.scheme.by_group_privacy("curves")
     ((curve, _),) = sampling.scheme.curves(sampling, 0.5, "replace_one")
-    own = pld.group_replaced_curve(hypergeom.pmf(range(4), 100, 3, 5), 0.5)(EPSILONS)
+    own = pld.group_replaced_curve(hypergeom.pmf(range(4), 100, 3, 5), 0.5, 0.5)(EPSILONS)
     assert (curve(EPSILONS) >= own).all()
     assert curve(np.zeros(1)) == pytest.approx(3 * pld.fixed_size_curve(0.05, 0.5)(np.zeros(1)))
     # of 3, so up to 4 = 2^2: 3^2 times the divergence at 4 times the order, from 2 on

@@ -49,7 +49,7 @@ class FixedSizeSampling(SamplingScheme):
 
     def group_curves(self, sampling, mu, group, relation):
         """Of the samples `cohort` are in a batch: hypergeometric (docs/proofs.md). Others take the
-        places of those that are absent; a group that sends zeros has been replaced.
+        places of those that are absent.
         """
         from scipy.stats import hypergeom
 
@@ -57,8 +57,11 @@ class FixedSizeSampling(SamplingScheme):
         weights = hypergeom.pmf(counts, sampling.population, group, sampling.cohort)
         if relation == "add_remove":
             return pld.group_removed_curves(weights, 2 * mu)
-        curve = pld.group_replaced_curve(weights, mu if relation == "replace_one" else 2 * mu)
-        return ((curve, curve),)
+        curve = pld.group_replaced_curve(weights, absent=mu, other=mu)
+        if relation == "replace_one":
+            return ((curve, curve),)
+        without = pld.group_replaced_curve(weights, absent=2 * mu, other=mu)
+        return (without, curve), (curve, without)
 
     def renyi(self, sampling, mu, relation):
         """Under zero_out that of replace_one, of which it is a case."""

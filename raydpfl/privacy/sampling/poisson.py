@@ -60,19 +60,13 @@ class PoissonSampling(SamplingScheme):
         return ((curve, curve),)
 
     def group_curves(self, sampling, mu, group, relation):
-        """Exact, but under replace_one: a mixture of Gaussians with binomial weights
-        (docs/proofs.md). Of a group that is replaced, how many are drawn is taken to be known.
-        """
+        """A mixture of Gaussians with binomial weights (docs/proofs.md)."""
         from scipy.stats import binom
 
         weights = binom.pmf(range(group + 1), group, sampling.q)
         if relation != "replace_one":
             return pld.group_removed_curves(weights, mu)
-
-        def curve(epsilon):
-            counts = np.arange(1, group + 1)
-            return pld.gaussian_delta(epsilon[..., None], counts * mu) @ weights[1:]
-
+        curve = pld.group_replaced_curve(weights, absent=mu / 2, other=mu)
         return ((curve, curve),)
 
     def renyi(self, sampling, mu, relation):
