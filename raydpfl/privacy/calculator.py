@@ -51,7 +51,7 @@ from raydpfl.privacy.accounting import covers, guarantee_against, guarantees
 from raydpfl.privacy.calibration import MOST_ROUNDS, noise_for, rounds_for
 from raydpfl.privacy.factorization import STRATEGIES, covered
 from raydpfl.privacy.guarantee import SHARES, Guarantee, holding, loose
-from raydpfl.privacy.integer_noise import IntegerNoise, SkellamNoise
+from raydpfl.privacy.integer_noise import DistributedDiscreteGaussian, IntegerNoise, SkellamNoise
 from raydpfl.privacy.local_steps import LocalSteps, Participations
 from raydpfl.privacy.mechanism import Mechanism, Query
 from raydpfl.privacy.observers import ObserverView, views
@@ -60,7 +60,10 @@ from raydpfl.privacy.sampling import Sampling, scheme_of
 from raydpfl.privacy.types import Placement, Relation
 
 Unknown = Literal["epsilon", "noise", "rounds"]
-INTEGER_NOISES = {"discrete_gaussian": IntegerNoise, "skellam": SkellamNoise}
+INTEGER_NOISES: dict[str, tuple[type[IntegerNoise], ...]] = {  # the default placement first
+    "discrete_gaussian": (IntegerNoise, DistributedDiscreteGaussian),
+    "skellam": (SkellamNoise,),
+}
 LARGE = 1e12  # a noise multiplier next to which the sums of rounds show nothing
 RIGOROUS = ("pld", "rdp")
 _COUNTS = range(1, MOST_ROUNDS + 1)
@@ -496,7 +499,7 @@ def of_clients(
         scheme.kind, population, cast(int, size), epoch=epoch, per_epoch=per_epoch, cap=cap
     )
     # auto: the clients, unless their part of the noise would depend on a secret
-    of_server = noise is not None and not INTEGER_NOISES.get(noise, SkellamNoise).by_clients
+    of_server = noise is not None and not INTEGER_NOISES.get(noise, (SkellamNoise,))[0].by_clients
     by_server = who.size_secret or strategy or of_server
     auto: Placement = "server" if by_server else "client"
     places: dict[str, Placement] = {"auto": auto, "client": "client", "server": "server"}
@@ -563,10 +566,10 @@ def _integers(
     if noise not in INTEGER_NOISES:
         expected = f"{' or '.join(INTEGER_NOISES)}; of itself noise is Gaussian"
         raise ConfigError("noise", noise, expected)
-    of = INTEGER_NOISES[noise]
-    if mechanism.distributed != of.by_clients:
-        expected = f"{'client' if of.by_clients else 'server'}, with noise {noise}"
-        raise ConfigError("placement", mechanism.placement, expected)
+    placed = (of for of in INTEGER_NOISES[noise] if of.by_clients == mechanism.distributed)
+    of = next(placed, None)
+    if of is None:
+        raise ConfigError("placement", mechanism.placement, f"client, with noise {noise}")
     if strategy is not None:
         raise ConfigError("strategy", strategy, "none with sums of integers")
     if not 8 <= bits <= 32:

@@ -24,6 +24,11 @@ is dominated by N(0, 1) and N(mu, 1), mu = D / sqrt(sigma^2 - r^2) + `SLACK` (do
 what is proved of Gaussian sums holds of these. From sigma = 40 steps on that costs a thousandth of
 epsilon at most.
 
+The sum of n discrete Gaussians of clients, of variance parameter s^2 each, has the probabilities of
+one of n s^2 up to factors e^(+-eta), eta = d sum_(k<n) ln((1 + t_k) / (1 - t_k)), t_k = 2 sum_j
+exp(-2 pi^2 s^2 j^2 k / (k + 1)) (docs/proofs.md). Where eta is below 1e-13 e^(-mu^2 / 8), it is
+accounted for as one.
+
 **Skellam** ([2] Theorem 3.5 and Corollary 4.1): its Renyi divergences are bounded, at whole orders
 alpha, by
 
@@ -150,6 +155,20 @@ class IntegerNoise:
     def seen(self, share: float) -> IntegerNoise:
         """For an observer of noise of this share of the std: the grid stays that of the run."""
         return replace(self, share=self.share * share)
+
+
+class DistributedDiscreteGaussian(IntegerNoise):
+    """The same where each of n clients draws 1 / sqrt(n) of the std."""
+
+    by_clients = True
+
+    def mu(self, moves: int, z: float, times: int = 1) -> float:
+        """See `IntegerNoise.mu`; infinite too where the clients' noise has too few steps."""
+        square, variance = self._loss(moves, z)
+        far = 2 * times * math.sqrt(square / variance)
+        least = math.log(20.0 * self.d * self.cohort) + 13 * math.log(10) + far * far / 8
+        enough = self.lattice(z).std ** 2 / self.cohort >= least / math.pi**2
+        return super().mu(moves, z, times) if enough else math.inf
 
 
 class SkellamNoise(IntegerNoise):

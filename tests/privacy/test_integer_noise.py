@@ -16,7 +16,12 @@ from raydpfl.errors import ConfigError, RunError
 from raydpfl.privacy import Mechanism, Query, Sampling, covers, delta, epsilon, pld, rdp
 from raydpfl.privacy import integer_noise as integers
 from raydpfl.privacy.calculator import of_clients
-from raydpfl.privacy.integer_noise import IntegerNoise, SkellamLoss, SkellamNoise
+from raydpfl.privacy.integer_noise import (
+    DistributedDiscreteGaussian,
+    IntegerNoise,
+    SkellamLoss,
+    SkellamNoise,
+)
 
 
 def gaussian_masses(std, most):
@@ -223,6 +228,30 @@ def test_what_integers_do_not_cover_is_refused():
         mechanism("skellam", 8, n=5000, population=50_000).event("replace_one")
     few = mechanism("discrete_gaussian", 8, d=16, z=0.1)
     assert not few.private and math.isinf(epsilon(few, "replace_one", 1e-5))
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_a_sum_of_discrete_gaussians_is_one_up_to_what_is_allowed_for(n):
+    """Convolved at a std where the difference shows, and the condition where it does not."""
+    std = 0.55
+    k = np.arange(-40, 41)
+    one = np.exp(-(k**2) / (2 * std**2))
+    total = one / one.sum()
+    allowed = 1.0
+    for before in range(1, n):
+        total = np.convolve(total, one / one.sum(), mode="same")
+        variance = std**2 * before / (before + 1)
+        t = 2 * sum(math.exp(-2 * math.pi**2 * variance * j * j) for j in (1, 2, 3))
+        allowed *= (1 + t) / (1 - t)
+    like = np.exp(-(k**2) / (2 * n * std**2))
+    ratio = (total / (like / like.sum()))[np.abs(k) <= 6]
+    assert 1 + 1e-3 < ratio.max() / ratio.min() <= allowed * (1 + 1e-9)
+    far = DistributedDiscreteGaussian(16, 90, 7850)
+    z = 1.1
+    assert far.mu(2, z) == IntegerNoise(16, 90, 7850).mu(2, z)  # 54 steps of each client
+    few = DistributedDiscreteGaussian(10, 90, 7850)
+    assert few.lattice(z).std / math.sqrt(90) > 3 and math.isfinite(few.mu(2, z))
+    assert math.isinf(DistributedDiscreteGaussian(9, 90, 7850).mu(2, 0.1))
 
 
 @pytest.mark.parametrize("noise, name", [("discrete_gaussian", "pld"), ("skellam", "rdp")])

@@ -18,7 +18,12 @@ from raydpfl.errors import ConfigError
 from raydpfl.methods.noise.base import NoiseSource, RunFacts, Silent
 from raydpfl.methods.noise.gaussian import Gaussian
 from raydpfl.privacy import Mechanism, Release
-from raydpfl.privacy.integer_noise import LEAST_STD, IntegerNoise, SkellamNoise
+from raydpfl.privacy.integer_noise import (
+    LEAST_STD,
+    DistributedDiscreteGaussian,
+    IntegerNoise,
+    SkellamNoise,
+)
 
 SYSTEM = (
     "noise.source system: the noise is the operating system's, so that this run cannot be repeated "
@@ -76,7 +81,7 @@ class SecureSum(Sourced):
             self._refuse("common", "false, as noise.source system is never the same", False)
         return self
 
-    def _noise_distribution(self, std: float) -> distributions.Distribution:
+    def noise_distribution(self, std: float) -> distributions.Distribution:
         """Of noise of this std, in steps."""
         raise NotImplementedError
 
@@ -88,7 +93,7 @@ class SecureSum(Sourced):
         return self.source == "keyed"
 
     def scores(self, drawn: np.ndarray, std: float) -> np.ndarray:
-        return self._noise_distribution(std).scores(drawn)
+        return self.noise_distribution(std).scores(drawn)
 
     def check(self, setting: Setting) -> None:
         if setting.queries:
@@ -104,9 +109,24 @@ class SecureSum(Sourced):
     def warnings(self, setting: Setting) -> tuple[str, ...]:
         return super().warnings(setting) + (() if self.repeatable else (SYSTEM,))
 
-    def integers(self, cohort: int, d: int) -> IntegerNoise:
-        of = SkellamNoise if self.drawn_by() == "client" else IntegerNoise
-        return of(self.bits, cohort, d, self.rotation)
+    def client_std(self, std: float, clients_left: int) -> float:
+        # so that rounding takes nothing off the variance of the sum
+        return super().client_std(std, clients_left) * (1 + 2.0**-50)
+
+    def on_clients(
+        self, seed: int, t: int, clients: np.ndarray, draws: np.ndarray, std: float, d: int
+    ) -> np.ndarray | None:
+        if self.drawn_by() != "client":
+            return None
+        distribution = self.noise_distribution(std)
+        rows = np.empty((len(clients), d))
+        keyed = bit_streams(seed, Purpose.CLIENT_NOISE, t=t, clients=clients, draws=draws)
+        for row, bits in zip(rows, keyed, strict=True):
+            row[:] = distribution.sample(bits.random_raw if self.repeatable else system_words, d)
+        return rows
+
+    def on_server(self, seed: int, d: int) -> NoiseSource:
+        return Silent(seed, d) if self.drawn_by() == "client" else IntegerSource(self, seed, d)
 
     def calibrated(self, outline: Mechanism | None, facts: RunFacts) -> Release | None:
         assert outline is not None
@@ -116,66 +136,58 @@ class SecureSum(Sourced):
         std = release.integer.lattice(release.noise_multiplier).std
         if not release.private:
             expected = f"more: the noise on a sum has std {std:.3g} steps, and a guarantee "
-            raise ConfigError("noise.bits", self.bits, f"{expected}needs {LEAST_STD:g}")
+            expected += f"needs {LEAST_STD:g} or so, of each client where clients draw it"
+            raise ConfigError("noise.bits", self.bits, expected)
         return release
 
 
-class DiscreteGaussianSource(NoiseSource):
-    """The server's noise in one run, in steps."""
+class IntegerSource(NoiseSource):
+    """The server's noise of a `SecureSum` in one run, in steps."""
 
-    def __init__(self, seed: int, d: int, keyed: bool):
+    def __init__(self, noise: SecureSum, seed: int, d: int):
         super().__init__(seed, d)
-        self._keyed = keyed
+        self._noise = noise
 
     def on_sum(self, t: int, std: float) -> np.ndarray:
         keyed = stream(self.seed, Purpose.SERVER_NOISE, t=t).bit_generator.random_raw
-        distribution = distributions.discrete_gaussian(std)
-        return distribution.sample(keyed if self._keyed else system_words, self.d)
+        distribution = self._noise.noise_distribution(std)
+        return distribution.sample(keyed if self._noise.repeatable else system_words, self.d)
 
 
 class DiscreteGaussian(SecureSum):
-    """Discrete Gaussian noise on the sum, drawn once by the server (Canonne, Kamath and Steinke
-    2020; on sums of rounded vectors Kairouz, Liu and Steinke 2021).
+    """Discrete Gaussian noise (Canonne, Kamath and Steinke 2020) on the sum, drawn by the server;
+    with `placement: client` the distributed one, each client's part on what it sends (Kairouz, Liu
+    and Steinke 2021).
     """
 
+    examples: ClassVar[Examples] = (
+        *SecureSum.examples,
+        {"multiplier": 1.0, "placement": "client"},
+    )
     kind: str = "discrete_gaussian"
-    placement: Literal["server"] = "server"
+    placement: Literal["server", "client"] = "server"
 
-    def _noise_distribution(self, std: float) -> distributions.Distribution:
+    def noise_distribution(self, std: float) -> distributions.Distribution:
         return distributions.discrete_gaussian(std)
 
-    def on_server(self, seed: int, d: int) -> NoiseSource:
-        return DiscreteGaussianSource(seed, d, self.repeatable)
+    def integers(self, cohort: int, d: int) -> IntegerNoise:
+        of = DistributedDiscreteGaussian if self.drawn_by() == "client" else IntegerNoise
+        return of(self.bits, cohort, d, self.rotation)
 
 
 class Skellam(SecureSum):
-    """Skellam noise of clients on what they send, whose sum is Skellam noise too (Agarwal,
-    Kairouz and Liu 2021): unlike the sum of discrete Gaussians, which is none (Kairouz, Liu
-    and Steinke 2021, Theorem 5), it is accounted for without an error term.
+    """Skellam noise of clients on what they send (Agarwal, Kairouz and Liu 2021). Their sum is
+    Skellam noise, however little each of them draws.
     """
 
     kind: str = "skellam"
     placement: Literal["client"] = "client"
 
-    def _noise_distribution(self, std: float) -> distributions.Distribution:
+    def noise_distribution(self, std: float) -> distributions.Distribution:
         return distributions.skellam(std)
 
-    def on_server(self, seed: int, d: int) -> NoiseSource:
-        return Silent(seed, d)
-
-    def client_std(self, std: float, clients_left: int) -> float:
-        # so that rounding takes nothing off the variance of the sum
-        return super().client_std(std, clients_left) * (1 + 2.0**-50)
-
-    def on_clients(
-        self, seed: int, t: int, clients: np.ndarray, draws: np.ndarray, std: float, d: int
-    ) -> np.ndarray:
-        distribution = distributions.skellam(std)
-        rows = np.empty((len(clients), d))
-        keyed = bit_streams(seed, Purpose.CLIENT_NOISE, t=t, clients=clients, draws=draws)
-        for row, bits in zip(rows, keyed, strict=True):
-            row[:] = distribution.sample(bits.random_raw if self.repeatable else system_words, d)
-        return rows
+    def integers(self, cohort: int, d: int) -> IntegerNoise:
+        return SkellamNoise(self.bits, cohort, d, self.rotation)
 
 
 def system_words(n: int) -> np.ndarray:
