@@ -121,14 +121,19 @@ def _correlated(
         names = " and ".join(run.name for run, _ in same[:2])
         if len({run.cohorts for run, _ in same}) > 1:
             return f"{names} draw different cohorts from the same seed {seed}, not independently"
-        if any(view.mechanism.event(view.relation).skellam for _, view in same):
-            noise = "noise that is Skellam, of which no amplification of both is proved"
-            return f"{names} have the same seed {seed}, and {noise}"
-        if adaptive and any(view.mechanism.sampling.coins is None for _, view in same):
+        events = [view.mechanism.event(view.relation) for _, view in same]
+        if any(event.skellam or event.squares for event in events):
+            noise = (
+                "noise that is Skellam, or correlated over the rounds, of which no amplification"
+            )
+            return f"{names} have the same seed {seed}, and {noise} of both is proved"
+        absent = all(view.relation != "replace_one" for _, view in same)
+        coins = all(view.mechanism.sampling.coins is not None for _, view in same)
+        if adaptive and not (coins and absent):
             return (
                 f"{names} have the same seed {seed}, so the same cohorts, and for runs one after "
-                "another that amplifies by proof where clients are independent (other seeds, with "
-                "data.seed for the same clients, compose)"
+                "another that amplifies by proof where a client may be absent and clients are "
+                "independent (other seeds, with data.seed for the same clients, compose)"
             )
     return None
 

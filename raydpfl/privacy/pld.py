@@ -749,10 +749,13 @@ def _tail(losses: Sequence[tuple[LossDistribution, int]]) -> np.ndarray:
     numbers = [n for _, n in losses]
     transforms, moduli = zip(*(_transform(loss, size) for loss, _ in losses), strict=True)
     power = np.prod([one**n for one, n in zip(transforms, numbers, strict=True)], axis=0)
-    fading = np.zeros(len(power))  # the largest product of the moduli of one loss less
-    for i in range(len(losses)):
-        less = [moduli[j] ** (n - (i == j)) for j, n in enumerate(numbers)]
-        fading = np.maximum(fading, np.prod(less, axis=0))
+    # the largest product of the moduli of one loss less
+    whole = [modulus**n for modulus, n in zip(moduli, numbers, strict=True)]
+    after = [*accumulate(reversed(whole), np.multiply, initial=np.ones(len(power)))][-2::-1]
+    fading, before = np.zeros(len(power)), np.ones(len(power))
+    for modulus, n, one, rest in zip(moduli, numbers, whole, after, strict=True):
+        fading = np.maximum(fading, before * modulus ** (n - 1) * rest)
+        before = before * one
     composed = np.roll(irfft(power, size), -centre)
     lost = math.expm1(sum(n * math.log1p(-loss.infinite) for loss, n in losses))
     masses = LossDistribution(step, composed, 0.0)

@@ -18,7 +18,7 @@ from scipy.stats import norm
 
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import overridden
-from raydpfl.privacy import Mechanism, Query, RunRelease, Sampling, epsilon, together
+from raydpfl.privacy import Mechanism, Query, RunRelease, Sampling, epsilon, pld, together
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.simulation.composed_runs import StoredRun, compose
 
@@ -114,6 +114,39 @@ def test_what_seeds_and_schemes_forbid_is_said():
     assert not hidden(other) and "different cohorts from the same seed" in other.notes[0]
     with pytest.raises(ConfigError, match="one relation for all runs"):
         together([fixed[0], released("poisson", 100, 4.0, 20)], 1e-5, ["pld"])
+
+
+def test_poisson_cohorts_of_one_seed_hide_no_client_that_is_replaced_in_later_runs():
+    runs = [released("poisson", 100, 4.0, 20, relation="replace_one") for _ in range(2)]
+    assert not hidden(together(runs, 1e-5, ["pld"]))
+    assert hidden(together(runs, 1e-5, ["pld"], adaptive=False))
+
+
+def test_directions_of_other_schemes_are_not_taken_to_stand_in_the_same_order():
+    """Where they do the sum is what it is; where they do not it may be no less."""
+    runs = [
+        released(kind, 300, z, 3, seed=k, relation="zero_out")
+        for k, (kind, z) in enumerate([("poisson", 0.8), ("fixed", 1.5)])
+    ]
+    events = [run.mechanism.event("zero_out") for run in runs]
+    curves = [e.sampling.scheme.curves(e.sampling, e.mu, "zero_out") for e in events]
+    orders = [[(curves[0], 3), (curves[1][::turn], 3)] for turn in (1, -1)]
+    expected = max(pld.together(parts, 1e-5) for parts in orders)
+    assert hidden(together(runs, 1e-5, ["pld"])) == pytest.approx([expected], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_thousand_kinds_of_rounds_are_composed_by_levels():
+    """Next to rdp, which takes each as it is, and to the loudest of all rounds."""
+    run = released("poisson", 100, 1.0, 1000)
+    factors = tuple(np.linspace(3.0, 5.0, 1000).tolist())
+    schedule = replace(run, mechanism=replace(run.mechanism, factors=factors))
+    loud = replace(run, mechanism=run.mechanism.with_noise(5.0))
+    quiet = replace(run, mechanism=run.mechanism.with_noise(3.0))
+    other = released("poisson", 100, 5.0, 10, seed=1)
+    by_pld, by_rdp = hidden(together([schedule, other], 1e-5, BOTH))
+    least, most = (hidden(together([one, other], 1e-5, ["pld"]))[0] for one in (loud, quiet))
+    assert least < by_pld < most and by_pld < by_rdp
 
 
 PRIVATE = {

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -13,9 +16,11 @@ from raydpfl.privacy import pld
 from raydpfl.privacy.accountants.base import NEEDS, Accountant, Part
 from raydpfl.privacy.accountants.rdp import Rdp
 from raydpfl.privacy.mechanism import Event
+from raydpfl.privacy.repetition import Repetition
 from raydpfl.privacy.tradeoff import TradeOff
 from raydpfl.privacy.unequal_rounds import Rounds
 
+_LEVELS = 64  # of different rounds that are composed one by one
 _OF_CHERNOFF = 0.02  # about what delta is of its Chernoff bound
 
 
@@ -103,24 +108,49 @@ class Pld(Accountant):
 
     def together(self, parts: Sequence[Part], delta: float) -> float:
         """All Gaussians over everyone are one."""
-        parts = [part for event, n in parts for part in event.alike(n)]
-        secret = [part for part in parts if part[0].sampling.hidden]
-        open_ones = [event.unamplified(n) for event, n in parts if not event.sampling.hidden]
+        alike = [part for event, n in parts for part in event.alike(n)]
+        secret = [part for part in alike if part[0].sampling.hidden]
+        open_ones = [event.unamplified(n) for event, n in alike if not event.sampling.hidden]
         over_everyone = [math.sqrt(event.also**2 * n + event.once**2) for event, n in secret]
         mu = math.hypot(*open_ones, *over_everyone)
         if not secret:
             return float(pld.gaussian_epsilon(mu, delta))
-        curves = []
-        for event, n in secret:
-            times, part = _charged(event, n)
-            curves.append((_pairs(event, part), times))
-        if mu:
-            gaussian = functools.partial(pld.gaussian_delta, mu=mu)
-            curves.append((((gaussian, gaussian),), 1))
-        composed = pld.together(curves, delta)
+        kinds = [*dict.fromkeys(event.sampling.scheme.kind for event, _ in secret)]
+        charged = [(event, *_charged(event, n)) for event, n in _in_levels(secret)]
+        composed = 0.0
+        # which direction of one scheme goes with which of another is not told by their order
+        for turned in itertools.product((1, -1), repeat=len(kinds) - 1):
+            order = dict(zip(kinds, (1, *turned), strict=True))
+            curves = [
+                (_pairs(event, part)[:: order[event.sampling.scheme.kind]], times)
+                for event, times, part in charged
+            ]
+            if mu:
+                gaussian = functools.partial(pld.gaussian_delta, mu=mu)
+                curves.append((((gaussian, gaussian),), 1))
+            composed = max(composed, pld.together(curves, delta))
         if not all(_by_rdp(event) for event, _ in secret):
             return composed
         return min(composed, Rdp().together(parts, delta))
+
+    def best_of(self, repetition: Repetition, runs: Sequence[Part], delta: float) -> float:
+        by_profile = super().best_of(repetition, runs, delta)
+        if not all(_by_rdp(event) for event, _ in runs if event.sampling.hidden):
+            return by_profile
+        return min(by_profile, Rdp().best_of(repetition, runs, delta))
+
+
+def _in_levels(parts: Sequence[Part]) -> list[Part]:
+    """Parts that are more than `_LEVELS`, with each mu raised to the next of so many levels."""
+    if len(parts) <= _LEVELS:
+        return [*parts]
+    mus = [event.mu for event, _ in parts]
+    levels = np.geomspace(min(mus), max(mus) * (1 + 1e-12), _LEVELS)
+    levels[0] = min(mus)
+    counts = Counter[Event]()
+    for event, n in parts:
+        counts[replace(event, mu=float(levels[levels.searchsorted(event.mu)]))] += n
+    return [*counts.items()]
 
 
 def _by_rdp(event: Event) -> bool:
