@@ -28,8 +28,8 @@ in every verdict (`Audit.unseen`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -218,10 +218,7 @@ def audit(
         data_root: the folder of data sets.
         on_round: is called with the rounds done, and of how many.
     """
-    with nullcontext() if out is None else storage.at(out) as folder:
-        taken = folder is not None and folder.exists()
-        if folder is not None and taken and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError("--out", str(folder), "a new or empty directory")
+    with result_folder(out) as write:
         _check(experiment, canaries, confidence, delta)
         plan = resolve(_inline(experiment), Path(data_root) if data_root else None)
         # another release than the run's own
@@ -231,15 +228,35 @@ def audit(
             expected = "gaussian noise: the directions of canaries are not rounded to integers"
             raise ConfigError("noise.kind", experiment.noise.kind, expected)
         run = _of_samples if plan.mechanism.by_draws else _of_clients
-        if folder is not None:
-            make_folder(folder)
         done = run(plan, canaries, delta or plan.terms.delta, confidence, on_round)
-        if folder is not None:
+        write(plan, done.to_dict(), done.scores())
+    return done
+
+
+@contextmanager
+def result_folder(
+    out: str | Path | None,
+) -> Iterator[Callable[[Plan, dict[str, Any], pa.Table | None], None]]:
+    """Within, a function that writes the plan's config, `audit.json` and `scores.parquet` (None:
+    none) to `out`, a directory or its address; None: no files are written. Raises `ConfigError`
+    for a directory that is not empty.
+    """
+    with nullcontext() if out is None else storage.at(out) as folder:
+        taken = folder is not None and folder.exists()
+        if folder is not None and taken and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError("--out", str(folder), "a new or empty directory")
+
+        def write(plan: Plan, results: dict[str, Any], scores: pa.Table | None) -> None:
+            if folder is None:
+                return
+            make_folder(folder)
             config = plan.experiment.to_yaml().encode()
             replace_file(folder / "config.yaml", lambda file: file.write(config))
-            write_table(folder / "scores.parquet", done.scores())
-            write_json(folder / "audit.json", done.to_dict())
-    return done
+            if scores is not None:
+                write_table(folder / "scores.parquet", scores)
+            write_json(folder / "audit.json", results)
+
+        yield write
 
 
 def _check(e: Experiment, canaries: int, confidence: float, delta: float | None) -> None:

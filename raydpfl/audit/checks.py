@@ -130,10 +130,10 @@ def cohorts(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Chec
 def matrix(runs: Sequence[ClientCanaryRun]) -> Check | None:
     """Where noise is correlated over the rounds: what a client's participations come to in the sums
     that the noise is independent in is no longer than what is accounted for.
-    None where rounds have noise of their own.
+    None where rounds have noise of their own, or draw a client several times.
     """
     plan = runs[0].plan
-    if not plan.experiment.noise.correlated:
+    if not plan.experiment.noise.correlated or on_sums(plan).sampling.repeats:
         return None
     times = np.concatenate([run.times for run in runs])[:, : len(runs[0].rounds)]
     matrix = whitening_matrix(plan.experiment.noise, times.shape[1])

@@ -25,6 +25,7 @@ from raydpfl.methods.noise import Whitening
 from raydpfl.methods.population import composed
 from raydpfl.methods.selection import Cohort
 from raydpfl.privacy.mechanism import Mechanism
+from raydpfl.privacy.observers import views
 from raydpfl.simulation.client.actor_round import ChunkRound
 from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.noise_monitor import MonitoredNoise
@@ -329,11 +330,18 @@ class ClientCanaryRun(CanaryRun):
         last = len(self.rounds) - 1
         counted = int(plan.composed_rounds[last])
         mechanism = on_sums(plan).asking(int(plan.surveys[last]))
-        terms = plan.terms
+        relation, delta, v = plan.terms.relation, plan.terms.delta, plan.terms.v
+        if mechanism.unproved:  # the first observer against whom there is a proof
+            most = max(self.counts.values(), default=0)
+            every = views(mechanism, relation, counted, most)
+            seen = next((one for one in every if not one.mechanism.unproved), None)
+            if seen is None:
+                return {}
+            mechanism, relation, counted = seen.mechanism, seen.relation, seen.rounds
         return {
-            name: privacy.epsilon(mechanism, terms.relation, terms.delta, counted, name, v=terms.v)
+            name: privacy.epsilon(mechanism, relation, delta, counted, name, v=v)
             for name in plan.named
-            if counted and not plan.uncovered(name)
+            if counted and not privacy.covers(name, mechanism, relation)
         }
 
     def finished(self) -> None:

@@ -302,10 +302,7 @@ class SampleCanaryRun(CanaryRun):
         return total, clipped
 
     def spent(self) -> Mapping[str, float]:
-        names = self.experiment.accountants
-        draws = self.plan.draws(len(self.rounds))
-        curves = LocalStepsReport(_steps(self.plan), names).curves(draws)
-        return {name: float(curves[name][-1]) for name in names}
+        return spent(self.plan, len(self.rounds))
 
     def view(self, delta: float, confidence: float) -> observers.ObserverAudit:
         """The finding, against the smallest claim on the canary client that may have spent most."""
@@ -449,6 +446,13 @@ def run(
         raise ConfigError("rounds", rounds, expected)
     planted = _planted(plan, taken)
     return carried_out(partial(SampleCanaryRun, plan, canaries=planted), on_round, 0, rounds)
+
+
+def spent(plan: Plan, rounds: int) -> Mapping[str, float]:
+    """By accountant, the epsilon of the client that so many rounds cost most."""
+    names = plan.experiment.accountants
+    curves = LocalStepsReport(_steps(plan), names).curves(plan.draws(rounds))
+    return {name: float(curves[name][-1]) for name in names}
 
 
 def _planted(plan: Plan, clients: np.ndarray) -> SampleCanaries:

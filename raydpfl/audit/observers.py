@@ -246,27 +246,35 @@ def smallest(claims: Sequence[Guarantee]) -> list[Guarantee]:
 
 def _least(plan: Plan, claimed: Guarantee, times: int) -> float | None:
     """The least delta at the epsilon of a claim about `times` rounds of a client, or all rounds;
-    None where its rounds depend on each other, or it may be drawn several times by a user-defined
-    sampling scheme.
+    None where its rounds depend on each other, it may be drawn several times by a user-defined
+    sampling scheme, or what is claimed is no Gaussian of the same size for all.
     """
     updates = on_sums(plan)
     noise = plan.experiment.noise
     single = claimed.observer is Observer.UPDATES
-    deltas = [
-        query.bound / (noise.client_std(query.std, plan.clients_left) if single else query.std)
-        for query in updates.queries
-    ]
+    deltas = [query.bound / query.std for query in updates.queries]
+    if single:  # of a sum each client draws its part
+        stds = [noise.client_std(query.std, plan.clients_left) for query in updates.sums]
+        deltas = [query.bound / std for query, std in zip(updates.sums, stds, strict=True)]
+        deltas += [query.bound / query.std for query in updates.queries if query.per_client]
     # in the round with most noise
     deltas = [moved / max(updates.factors, default=1.0) for moved in deltas]
     mu = (2 if claimed.relation == "replace_one" else 1) * math.sqrt(sum(x * x for x in deltas))
     sampling = updates.sampling
-    drawn = CERTAIN
-    if not single and claimed.sampling.knows == "cohort hidden":
-        if sampling.epoch or (sampling.repeats and is_user_defined(type(sampling.scheme))):
-            return None
-        drawn = presence(sampling.q)
-        if sampling.repeats:
-            drawn = presence(1 / sampling.population, sampling.cohort)
+    hidden = not single and claimed.sampling.knows == "cohort hidden"
+    truncated = sampling.size_secret and sampling.coins is None
+    if updates.integer or plan.individual or (hidden and (updates.squares or truncated)):
+        return None
+    if not hidden:
+        amount = float(updates.event(plan.experiment.relation).amounting(times))
+        return least_delta(claimed.epsilon, mu, CERTAIN, amount)
+    if sampling.coins is not None and claimed.relation == "replace_one":
+        mu /= 2  # by one that sends nothing: whether it is there is a coin's matter, too
+    if sampling.epoch or (sampling.repeats and is_user_defined(type(sampling.scheme))):
+        return None
+    drawn = presence(sampling.q)
+    if sampling.repeats:
+        drawn = presence(1 / sampling.population, sampling.cohort)
     return least_delta(claimed.epsilon, mu, drawn, times)
 
 

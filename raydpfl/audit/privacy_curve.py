@@ -43,17 +43,18 @@ def presence(q: float, draws: int = 1) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=256)
-def least_delta(epsilon: float, mu: float, presence: tuple[float, ...], rounds: int) -> float:
+def least_delta(epsilon: float, mu: float, presence: tuple[float, ...], rounds: float) -> float:
     """The least delta, from 0 to 1, at `epsilon` >= 0 of a mechanism that contains `rounds` rounds
     of mu = sensitivity / std in which the client is drawn 0, 1, ... times with the probabilities
-    `presence`; below the true delta of the pair by some per mille of epsilon at most.
+    `presence`; below the true delta of the pair by some per mille of epsilon at most. Where it is
+    in all of them, `rounds` may be no whole number.
     """
     if presence == CERTAIN:
         whole = mu * math.sqrt(rounds)  # one Gaussian: Balle and Wang 2018, Theorem 8
         above = log_ndtr(whole / 2 - epsilon / whole)
         below = epsilon + log_ndtr(-whole / 2 - epsilon / whole)
         return float(-math.exp(above) * math.expm1(min(below - above, 0.0)))
-    return max(_composed(epsilon, mu, presence, rounds, forward) for forward in (True, False))
+    return max(_composed(epsilon, mu, presence, int(rounds), forward) for forward in (True, False))
 
 
 def _composed(

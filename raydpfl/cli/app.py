@@ -549,6 +549,10 @@ def _together(
 AUDITED = "Where audit.json and scores.parquet go; default: a new one under runs/."
 CANARIES = "Clients (with noise at local steps, samples) that a coin puts in or leaves out."
 CLAIMED = "Where claims are looked at. Default: the run's own."
+REPLAYED = (
+    "No canaries: neighbouring populations under the same keys, each released sum's change against "
+    "the sensitivity that is declared, and all else against itself."
+)
 
 
 @app.command()
@@ -559,29 +563,38 @@ def audit(
     canaries: Annotated[int, _count(CANARIES)] = 2000,
     confidence: Annotated[float, _option("Of each lower bound.")] = 0.95,
     delta: Annotated[float | None, _option(CLAIMED)] = None,
+    replay: Annotated[bool, _option(REPLAYED)] = False,
     as_json: Json = False,
     data_root: DataRoot = None,
     trust_code: Trust = False,
 ) -> None:
     """Run an experiment with canaries in it: what they prove of its privacy, next to what is
-    claimed. Exit code 1: not as claimed.
+    claimed; with --replay on neighbouring populations. Exit code 1: not as claimed.
     """
     _load()
     from raydpfl import audit as auditor
+    from raydpfl.audit import replay as replays
 
-    out = out or _new_folder(config, "-audit")
+    if replay and (canaries, confidence, delta) != (2000, 0.95, None):
+        expected = "none of --canaries, --confidence and --delta, as a replay guesses nothing"
+        raise ConfigError("--replay", True, expected)
+    out = out or _new_folder(config, "-replay" if replay else "-audit")
     console = _console()
-    with _kept(config, trust_code), _bar(console, hidden=as_json) as on_round:
+    with _kept(config, trust_code), _bar(console, hidden=as_json) as progress:
         experiment, _ = _read("audit", config, overrides, trust_code=trust_code)
-        result = auditor.audit(
-            experiment,
-            out,
-            canaries=canaries,
-            confidence=confidence,
-            delta=delta,
-            data_root=data_root,
-            on_round=on_round,
-        )
+        result: Any
+        if replay:
+            result = replays.replay(experiment, out, data_root=data_root, on_world=progress)
+        else:
+            result = auditor.audit(
+                experiment,
+                out,
+                canaries=canaries,
+                confidence=confidence,
+                delta=delta,
+                data_root=data_root,
+                on_round=progress,
+            )
     if as_json:
         _print_json(result.to_dict())
     else:

@@ -15,6 +15,7 @@ array([0.289, 0.289, 0.289])
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -86,11 +87,11 @@ class SumsReport:
         """
         most: list[int | None] = [None] * len(rounds)
         if draws is not None:
-            counts = np.zeros(self.mechanism.sampling.population, np.int64)
+            counts = Counter[int]()  # clients of all groups, where these take turns
             for t, clients in enumerate(draws, len(rounds) - len(draws)):
-                np.add.at(counts, np.asarray(clients, np.int64), 1)
+                counts.update(np.asarray(clients, np.int64).tolist())
                 if t >= 0:
-                    most[t] = int(counts.max())
+                    most[t] = max(counts.values(), default=0)
         composed = np.zeros(len(rounds), np.int64)
         proved = None
         for t, (count, times) in enumerate(zip(rounds.tolist(), most, strict=True)):

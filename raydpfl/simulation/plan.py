@@ -361,8 +361,10 @@ class Plan:
         return weights
 
     def factor(self, t: int) -> float:
-        """Std of the noise on the sums of round t over that of `ratio` and `side_stds`."""
-        return self.factors[t] if self.factors else 1.0
+        """Std of the noise on the sums of round t over that of `ratio` and `side_stds`; after the
+        last round, from which an audit draws on, that of the last.
+        """
+        return self.factors[min(t, len(self.factors) - 1)] if self.factors else 1.0
 
     def sum_std(self, t: int, bound: float | None) -> float:
         """Std of the noise on the sum of the contributions of round t with this bound; 0 when it is

@@ -202,9 +202,14 @@ class SamplingMonitor:
         steps = np.diff(clients, prepend=0, append=self._count - 1)
         if (steps < 0).any():
             yield f"gave clients in round {t} that are not ascending from 0 to {self._count - 1}"
-        # of distinct clients every draw is the first
-        draws = Cohort.of(clients).draws if (steps[1:-1] == 0).any() else np.zeros(len(clients))
-        if not np.array_equal(draws, cohort.draws):
+        again = steps[1:-1] == 0
+        # of distinct clients every draw is the first; of several draws some may have dropped out
+        draws = Cohort.of(clients).draws if again.any() else np.zeros(len(clients))
+        if cohort.lost > 0:
+            wrong = (cohort.draws < draws).any() or (np.diff(cohort.draws)[again] <= 0).any()
+        else:
+            wrong = not np.array_equal(draws, cohort.draws)
+        if wrong:
             yield f"counted a client's draws wrongly in round {t}"
         if not cohort.lost >= 0:
             yield f"lost {cohort.lost} clients in round {t}"

@@ -41,18 +41,19 @@ class AuditSource(PageSource):
     def page(self) -> Page:
         facts = self._facts()
         views = facts["views"]
-        canaries = arrays_of(read_table(self.folder / "scores.parquet", self.flaws))
         # what weakens the audit, and what it never shows
         notes = Words("How far it reaches", [*(f"{fact}." for fact in facts["notes"]), NEVER])
-        pieces = [bounds(views), scores(views, canaries), table(views)]
         sections = [
-            PageSection("Bounds against claims", pieces),
             PageSection("Checks", [checks(facts["checks"]), notes]),
             PageSection("Config", [self.file_text("config.yaml")]),
         ]
+        if views:  # a replay has none
+            canaries = arrays_of(read_table(self.folder / "scores.parquet", self.flaws))
+            pieces = [bounds(views), scores(views, canaries), table(views)]
+            sections.insert(0, PageSection("Bounds against claims", pieces))
         warnings = [] if facts["passed"] else ["Something speaks against the claims."]
-        runs = counted(facts["runs"], "run")
-        lead = [facts["verdict"], f"{runs} with canaries, from seed {facts['seed']}."]
+        runs = f"{counted(facts['runs'], 'run')} with canaries" if views else "A replay"
+        lead = [facts["verdict"], f"{runs}, from seed {facts['seed']}."]
         title = f"Audit {self.folder.resolve().name}"
         return Page(title, lead, tiles(facts), sections, warnings, self.flaws)
 

@@ -1,0 +1,560 @@
+"""The replay: no sound config is suspected, whatever its members, and every way of breaking a
+mechanism is noticed, those among them that no statistic of sums can see.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import test_audit
+from test_audit import ADAPTIVE, HISTOGRAMS, SERVER, patched, small, stepping
+
+from raydpfl import Experiment
+from raydpfl.audit.replay import replay
+from raydpfl.check.example import AROUND, SECTIONS, examples_of
+from raydpfl.errors import ConfigError, RunError
+from raydpfl.methods.bounding.quantile_clip import QuantileClip
+from raydpfl.methods.noise.keyed_noise import query_noise
+from raydpfl.methods.selection import Cohort, Population, Selection
+from raydpfl.methods.selection.power_of_choice import PowerOfChoice
+from raydpfl.methods.selection.with_replacement import Multinomial
+from raydpfl.models.client_histogram import Histogram
+from raydpfl.privacy import Mechanism, Query, Sampling, Terms, report_of
+from raydpfl.simulation import privacy_budget
+from raydpfl.simulation.client import actor, contribution
+from raydpfl.simulation.client.actor import ClientActor
+from raydpfl.simulation.client.chunk_training import ChunkTraining
+from raydpfl.simulation.client.contribution import Contribution, Scaled
+from raydpfl.simulation.client_state import ClientStates
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.noise_monitor import MonitoredNoise
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
+from raydpfl.simulation.sampling_monitor import SamplingMonitor
+
+# ---- sound configs ----
+
+DATA = (
+    {"sizes": {"kind": "spread"}},
+    {"sizes": {"kind": "balanced"}, "samples": 20},
+    {"sizes": {"kind": "lognormal"}, "samples": 30, "clients": 40},
+    {"features": 2, "classes": 2, "clients": 12},
+    {"features": 30, "classes": 5},
+)
+MODELS = ({"kind": "softmax"}, {"kind": "mlp", "hidden": 6}, {"kind": "linear"})
+NOISES = (
+    {"kind": "gaussian", "multiplier": 1.0, "placement": "server"},
+    {"kind": "gaussian", "multiplier": 3.0, "placement": "client"},
+    {"kind": "gaussian", "multiplier": 0.3},
+    {"kind": "gaussian", "std": 0.7},
+    {"kind": "gaussian", "epsilon": 3.0},
+    {"kind": "gaussian", "multiplier": 1.0, "placement": "step"},
+    {"kind": "gaussian", "placement": "step", "epsilon": {"kind": "uniform", "low": 1, "high": 9}},
+)
+EVALUATE = (
+    {"every": 100},
+    {"every": 2},
+    {"every": 1, "validation": 0.25},
+    {"every": 2, "per_client": "accuracy", "histogram": {"std": 3.0, "bins": 4}},
+)
+CLIENT = ({"chunk": 4}, {"chunk": 1}, {}, {"backend": "loop"}, {"backend": "vmap"})
+RELATIONS = ("auto", "auto", "replace_one", "zero_out", "add_remove")
+
+
+def members(section):
+    """Every example of every member of a family, as sections of a config."""
+    found = []
+    for kind, cls in SECTIONS[section].family.items():
+        try:
+            found += [{"kind": kind, **fields} for fields in examples_of(cls, section, kind)]
+        except ConfigError:
+            continue
+    return found
+
+
+def sound(seed):
+    """A valid private config, drawn by this seed from all members of all families."""
+    draw = random.Random(seed)
+    while True:
+        tree = {
+            **AROUND,
+            "seed": draw.randrange(1000),
+            "rounds": draw.choice((1, 2, 4, 7)),
+            "data": {**AROUND["data"], **draw.choice(DATA)},
+            "model": draw.choice(MODELS),
+            "noise": {**draw.choice((*NOISES, *members("noise"))), "delta": 1e-3},
+            "privacy": {"accountants": ["pld", "rdp"], "relation": draw.choice(RELATIONS)},
+            "client": {"actors": 0, **draw.choice(CLIENT)},
+            "evaluate": draw.choice(EVALUATE),
+        }
+        for section in ("selection", "local", "bounding", "weights", "server"):
+            if draw.random() < 0.7:
+                tree[section] = draw.choice(members(section))
+        if tree["local"]["kind"] == "sgd" and draw.random() < 0.3:
+            tree["local"] = {**tree["local"], "momentum": 0.5}
+        if draw.random() < 0.25:
+            tree["selection"] = {**tree["selection"], "dropout": 0.2}
+        try:
+            made = Experiment.from_dict(tree)
+            if made.private and resolve(made).lattice is None:
+                return made
+        except ConfigError:
+            continue
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_sound_config_is_suspected(seed):
+    done = replay(sound(seed))
+    assert done.passed, done.verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 200))
+def test_no_sound_config_of_200_is_suspected(seed):
+    done = replay(sound(seed))
+    assert done.passed, done.verdict
+
+
+def test_draws_of_one_client_may_drop_out_one_by_one():
+    """A replay of such a config found a monitor that ended the run."""
+    monitor = SamplingMonitor(
+        Multinomial(cohort=3, dropout=0.3), Population.balanced(5), np.arange(1, 9), 0, False
+    )
+    monitor.check(0, Cohort(np.array([3, 3]), np.array([0, 2]), 1), {})
+    with pytest.raises(RunError, match="counted a client's draws wrongly in round 1"):
+        monitor.check(1, Cohort(np.array([3, 3]), np.array([1, 1]), 1), {})
+
+
+def test_clients_with_state_are_counted_in_all_groups():
+    """A group has fewer clients than the population, whose ids are drawn."""
+    sampling = Sampling("fixed", population=4, cohort=2)
+    mechanism = Mechanism(sampling, (Query("updates", 1.0, 2.0),), 2, stateful="one")
+    report = report_of(mechanism, ("pld",), Terms("replace_one", 1e-5))
+    curves = report.curves([np.array([9]), np.array([9])], np.array([1, 2]))
+    assert 0 < curves["pld"][0] < curves["pld"][1] < np.inf
+
+
+# ---- broken mechanisms ----
+
+
+def after(owner, name, change):
+    """`change(result, self, *arguments)` in place of what a method gives."""
+    return patched(
+        owner,
+        name,
+        lambda method: lambda self, *given: change(method(self, *given), self, *given),
+    )
+
+
+def columns_of(results):
+    return {name: np.concatenate([r.columns[name] for r in results]) for name in ("client", "norm")}
+
+
+def the_longest_left_out(patch):
+    """The server leaves out of a round who was longest in the last."""
+    collect, select = Coordinator.collect, Coordinator.select
+
+    def watching(self, t, cohort):
+        total, results = collect(self, t, cohort)
+        columns = columns_of(results)
+        self.longest_client = columns["client"][np.nanargmax(columns["norm"])]
+        return total, results
+
+    def avoiding(self, t):
+        cohort = select(self, t)
+        others = cohort.clients != getattr(self, "longest_client", -1)
+        return replace(cohort, clients=cohort.clients[others], draws=cohort.draws[others])
+
+    patch.setattr(Coordinator, "collect", watching)
+    patch.setattr(Coordinator, "select", avoiding)
+
+
+def the_mean_over_those_who_moved(patch):
+    """The divisor is the number of clients whose update is finite."""
+    collect, aggregate = Coordinator.collect, Coordinator.aggregate
+
+    def counting(self, t, cohort):
+        total, results = collect(self, t, cohort)
+        self.moved = int(np.isfinite(columns_of(results)["norm"]).sum())
+        return total, results
+
+    patch.setattr(Coordinator, "collect", counting)
+    patch.setattr(
+        Coordinator,
+        "aggregate",
+        lambda self, t, cohort, total: (
+            aggregate(self, t, cohort, total) * (len(cohort) / max(1, self.moved))
+        ),
+    )
+
+
+def the_server_steps_by_the_exact_sum(patch):
+    """What is recorded is noisy, and the model is not."""
+    release, aggregate = Coordinator.release, Coordinator.aggregate
+
+    def keeping(self, t, total):
+        self.exact = total.copy()
+        return release(self, t, total)
+
+    patch.setattr(Coordinator, "release", keeping)
+    patch.setattr(
+        Coordinator, "aggregate", lambda self, t, cohort, _: aggregate(self, t, cohort, self.exact)
+    )
+
+
+def noise_keyed_by_the_sum(patch):
+    """The noise of a round is another for another sum."""
+    draw = MonitoredNoise.on_sum
+
+    def keyed(self, t, std, total):
+        drawn = draw(self, t, std, total)
+        return drawn if drawn is None else np.roll(drawn, int(abs(total).sum() * 1e6) % len(drawn))
+
+    patch.setattr(MonitoredNoise, "on_sum", keyed)
+
+
+def noise_that_grows_a_little_with_the_sum(patch):
+    """By a millionth of a standard deviation, which no statistic of a run can see."""
+    draw = MonitoredNoise.on_sum
+
+    def growing(self, t, std, total):
+        drawn = draw(self, t, std, total)
+        return drawn if drawn is None else drawn * (1 + 1e-6 * np.tanh(total[0]))
+
+    patch.setattr(MonitoredNoise, "on_sum", growing)
+
+
+def a_bound_on_the_largest_coordinate(patch):
+    patch.setattr(
+        contribution, "vector_norms", lambda vectors: vectors.double().abs().amax(1).numpy()
+    )
+
+
+def a_failed_client_sends_its_last_words(patch):
+    """A vector that is not finite is set to a large number, after the norms are taken."""
+    finite = Contribution.finite_norms
+
+    def careless(self, state, slots, vectors, lengths):
+        vectors[~np.isfinite(lengths)] = 3.0
+        lengths[~np.isfinite(lengths)] = 1e-3
+        return finite(self, state, slots, vectors, lengths)
+
+    patch.setattr(Contribution, "finite_norms", careless)
+
+
+def a_weight_that_grows_with_the_loss(patch):
+    """Weights are looked up again, once the norms of the round before are known."""
+    weights, collect = Plan.weights, Coordinator.collect
+    seen = {}
+
+    def watching(self, t, cohort):
+        total, results = collect(self, t, cohort)
+        columns = columns_of(results)
+        seen.update(zip(columns["client"].tolist(), columns["norm"].tolist(), strict=True))
+        return total, results
+
+    def shrunk(self, clients):
+        long = np.array([np.nan_to_num(seen.get(k, 0.0)) > 1e6 for k in clients.tolist()], bool)
+        return weights(self, clients) * np.where(long, 0.5, 1.0)
+
+    patch.setattr(Coordinator, "collect", watching)
+    patch.setattr(Plan, "weights", shrunk)
+
+
+def states_dealt_to_the_wrong_clients(patch):
+    """Each client goes on with what its neighbour kept."""
+    keep = ClientStates.keep
+
+    def shifted(self, results):
+        for result in results:
+            result.memory = {name: np.roll(rows, 1, 0) for name, rows in result.memory.items()}
+        keep(self, results)
+
+    patch.setattr(ClientStates, "keep", shifted)
+
+
+def the_largest_norm_ever_as_a_bound(patch):
+    """Clients are scaled by the longest update that any has had so far."""
+    bounded = Contribution.bounded
+    longest = [0.0]
+
+    def scaled(self, state, slots, norms):
+        longest[0] = max(longest[0], float(np.nanmax(norms, initial=0.0)))
+        return bounded(self, state, slots, norms) / (1 + np.log1p(longest[0]) / 100)
+
+    patch.setattr(Contribution, "bounded", scaled)
+
+
+def a_bound_that_only_one_client_passes(patch):
+    """Client 23, by a thousandth."""
+    bounded = Contribution.bounded
+
+    def loose(self, state, slots, norms):
+        factors = bounded(self, state, slots, norms)
+        return factors * np.where(state.chunk.clients[slots] == 23, 1.001, 1.0)
+
+    patch.setattr(Contribution, "bounded", loose)
+
+
+def a_learning_rate_by_the_losses(patch):
+    """Rounds of large losses are damped."""
+    collect, aggregate = Coordinator.collect, Coordinator.aggregate
+
+    def watching(self, t, cohort):
+        total, results = collect(self, t, cohort)
+        losses = np.concatenate([r.columns["train_loss"] for r in results])
+        self.damped = 1 / (1 + float(np.nan_to_num(losses, posinf=0.0).clip(0, 1e3).mean()))
+        return total, results
+
+    patch.setattr(Coordinator, "collect", watching)
+    patch.setattr(
+        Coordinator, "aggregate", lambda self, *a: aggregate(self, *a) * getattr(self, "damped", 1)
+    )
+
+
+def last_rounds_sum_again(patch):
+    """A client's part of a round is released in the next one as well."""
+    collect = Coordinator.collect
+
+    def remembering(self, t, cohort):
+        total, results = collect(self, t, cohort)
+        before = getattr(self, "sum_before", 0.0)
+        self.sum_before = total.copy()
+        return total + before, results
+
+    patch.setattr(Coordinator, "collect", remembering)
+
+
+def the_exact_sum_broadcast(patch):
+    """Clients of the next round are sent the exact sum."""
+    broadcast, collect = Coordinator._broadcast, Coordinator.collect
+
+    def keeping(self, t, cohort):
+        total, results = collect(self, t, cohort)
+        self.exact = total.copy()
+        return total, results
+
+    def telling(self):
+        made = broadcast(self)
+        exact = getattr(self, "exact", np.zeros(1)).astype(np.float32)
+        return replace(made, states={**made.states, "bounding": {"exact": exact}})
+
+    patch.setattr(Coordinator, "collect", keeping)
+    patch.setattr(Coordinator, "_broadcast", telling)
+
+
+def a_run_that_ends_on_large_norms(patch):
+    def ending(self, t, cohort):
+        total, results = collect(self, t, cohort)
+        if np.nanmax(columns_of(results)["norm"]) > 1e30 and t > 0:
+            raise RunError("the updates diverged")
+        return total, results
+
+    collect = Coordinator.collect
+    patch.setattr(Coordinator, "collect", ending)
+
+
+def scores_by_value(patch):
+    """A client's count is its score, whatever that is."""
+    patch.setattr(
+        Histogram,
+        "counts",
+        lambda self, values: np.bincount(
+            np.zeros(len(values), int), np.nan_to_num(values, posinf=9, neginf=-9), self.bins
+        ),
+    )
+
+
+def answers_twice_as_large(patch):
+    """Past the check of what clients answer."""
+
+    class Wide(float):
+        def __ge__(self, other):
+            return True
+
+    queries = QuantileClip.queries
+    answers = QuantileClip.answers
+    patch.setattr(
+        QuantileClip,
+        "queries",
+        lambda self: tuple(replace(query, bound=Wide(query.bound)) for query in queries(self)),
+    )
+    patch.setattr(
+        QuantileClip,
+        "answers",
+        lambda self, *of: {name: 2 * values for name, values in answers(self, *of).items()},
+    )
+
+
+def updates_that_know_of_each_other(patch):
+    """Each client of a chunk is trained a little towards the mean of all."""
+    blocks = ChunkTraining.blocks
+
+    def mixed(self, state, members):
+        for block in blocks(self, state, members):
+            block.updates.add_(1e-3 * block.updates.mean(0, keepdim=True))
+            yield replace(block, norms=None)
+
+    patch.setattr(ChunkTraining, "blocks", mixed)
+    patch.setattr(actor, "choose", lambda state, training: Scaled)
+
+
+def an_account_of_half_the_queries(patch):
+    """mu is that of the updates alone, once a count is asked for besides."""
+    patch.setattr(
+        Mechanism,
+        "mu",
+        lambda self, relation: (
+            (2 if relation == "replace_one" else 1) * self.queries[0].bound / self.queries[0].std
+        ),
+    )
+
+
+def a_budget_that_nothing_holds(patch):
+    patch.setattr(privacy_budget, "check_budget", lambda *of: None)
+
+
+def losses_unclipped(patch):
+    patch.setattr(
+        PowerOfChoice,
+        "answer",
+        lambda self, losses, noise_seed, t, client: (
+            float(losses.mean()) + query_noise(noise_seed, t, self.loss_std, client, query="losses")
+        ),
+    )
+
+
+def a_cohort_by_the_sizes_of_losses(patch):
+    """Who is asked depends on who answered what in the round before."""
+    exposed = PowerOfChoice.exposed
+    losses = ClientActor.losses
+    seen = [0.0]
+
+    def watching(self, model, t, clients, noise_seed):
+        answers = losses(self, model, t, clients, noise_seed)
+        seen[0] = answers[0]
+        return answers
+
+    def shifted(self, seed, t, population):
+        return exposed(self, seed + int(seen[0] > 3.0), t, population)
+
+    patch.setattr(ClientActor, "losses", watching)
+    patch.setattr(PowerOfChoice, "exposed", shifted)
+
+
+STATE = {"bounding": {"kind": "alpha_norm_ec", "bound": 0.3}, "selection": {"kind": "full"}}
+ASKED = {
+    "selection": {"kind": "power_of_choice", "cohort": 10, "pool": 25}
+    | {"loss_bound": 3.0, "loss_std": 1.0},
+}
+BUDGET = {**SERVER, "privacy": {"accountants": ["pld"], "budget": 3.0}}
+POISSON = {**SERVER, "selection": {"kind": "poisson", "cohort": 20}}
+DROPS = {"client": {"on_error": "drop"}}
+
+
+def the_divisor_is_the_cohort(patch):
+    """Where its size is a secret."""
+    patch.setattr(
+        Selection, "divisor", lambda self, population: float(self.sampling(population).cohort)
+    )
+    aggregate = Coordinator.aggregate
+    patch.setattr(
+        Coordinator,
+        "aggregate",
+        lambda self, t, cohort, total: (
+            aggregate(self, t, cohort, total) * (20 / max(1, len(cohort)))
+        ),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("control", "change"),
+    [
+        (the_longest_left_out, SERVER),
+        (the_mean_over_those_who_moved, SERVER),
+        (the_server_steps_by_the_exact_sum, SERVER),
+        (noise_keyed_by_the_sum, SERVER),
+        (noise_that_grows_a_little_with_the_sum, SERVER),
+        (a_bound_on_the_largest_coordinate, SERVER),
+        (a_failed_client_sends_its_last_words, SERVER),
+        (a_weight_that_grows_with_the_loss, SERVER),
+        (states_dealt_to_the_wrong_clients, STATE),
+        (the_largest_norm_ever_as_a_bound, SERVER),
+        (a_bound_that_only_one_client_passes, SERVER),
+        (a_learning_rate_by_the_losses, SERVER),
+        (last_rounds_sum_again, SERVER),
+        (the_exact_sum_broadcast, SERVER),
+        (a_run_that_ends_on_large_norms, SERVER),
+        (scores_by_value, HISTOGRAMS),
+        (answers_twice_as_large, {**ADAPTIVE, **SERVER}),
+        (updates_that_know_of_each_other, SERVER),
+        (an_account_of_half_the_queries, {**ADAPTIVE, **SERVER}),
+        (a_budget_that_nothing_holds, BUDGET),
+        (losses_unclipped, ASKED),
+        (a_cohort_by_the_sizes_of_losses, ASKED),
+        (the_divisor_is_the_cohort, POISSON),
+    ],
+)
+def test_what_no_statistic_of_sums_sees_is_noticed(control, change, monkeypatch):
+    assert replay(small(**change)).passed
+    control(monkeypatch)
+    done = replay(small(**change))
+    assert not done.passed and done.verdict.startswith("What ran is not what was accounted for")
+
+
+BROKEN = [
+    case
+    for test in (test_audit.test_a_broken_mechanism_is_noticed_by_the_check_that_is_for_it,)
+    for mark in test.pytestmark
+    if mark.name == "parametrize"
+    for case in mark.args[1]
+]
+BROKEN_STEPS = [
+    case
+    for mark in test_audit.test_broken_local_steps_are_noticed.pytestmark
+    if mark.name == "parametrize"
+    for case in mark.args[1]
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("control", "change", "check"), BROKEN)
+def test_what_an_audit_notices_a_replay_does(control, change, check, monkeypatch):
+    control(monkeypatch)
+    assert not replay(small(**change)).passed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("control", "check"), BROKEN_STEPS)
+def test_what_an_audit_notices_of_local_steps_a_replay_does(control, check, monkeypatch):
+    control(monkeypatch)
+    assert not replay(stepping(client={"backend": "fused"})).passed
+
+
+# ---- what comes of it ----
+
+
+def test_without_noise_there_is_nothing_to_replay():
+    with pytest.raises(ConfigError, match="nothing is claimed, and there is nothing to replay"):
+        replay(small(noise={"kind": "none"}))
+
+
+@pytest.mark.slow
+def test_the_command_replays_a_config_or_a_run_and_leaves_a_page(tmp_path, monkeypatch, typed):
+    run, config = tmp_path / "run", tmp_path / "small.yaml"
+    config.write_text(small(rounds=2).to_yaml())
+    assert typed("run", config, "--out", run, "--quiet")[0] == 0
+    code, said, _ = typed("audit", run, "--replay", "--out", tmp_path / "sound")
+    assert code == 0 and "passed  control flow: " in said
+    assert typed("report", tmp_path / "sound")[0] == 0
+    code, _, said = typed("audit", config, "--replay", "--canaries", "10")
+    assert code == 2 and "as a replay guesses nothing" in said
+    test_audit.clipped_late(1.5)(monkeypatch)
+    code, out, said = typed("audit", config, "--replay", "--json", "--out", tmp_path / "broken")
+    assert code == 1 and "not as private as it claims" in said
+    assert json.loads(out) == json.loads((tmp_path / "broken" / "audit.json").read_text())
