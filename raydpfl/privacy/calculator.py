@@ -545,7 +545,7 @@ def _correlated(
     if separation < 1 or (separation > 1 and mechanism.sampling.everyone):
         expected = "1 with everyone in every round" if separation > 1 else "an integer, at least 1"
         raise ConfigError("separation", separation, expected)
-    if mechanism.placement != "server":
+    if mechanism.distributed:
         raise ConfigError("placement", mechanism.placement, "server, with a strategy")
     reason = covered(mechanism.sampling, separation)
     if reason:
