@@ -771,6 +771,7 @@ def test_the_benchmark_runs_a_few_rounds_on_the_cpu():
     assert found["seconds"] > found["seconds_round"] > 0
     for name in ("vmap", "loop", "plain_loop"):
         assert found[f"seconds_{name}"] > 0
+    assert found["two_actors_same_bits"] is True and found["seconds_pfl"] is None
 
 
 # A real one.

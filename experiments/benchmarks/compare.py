@@ -48,6 +48,7 @@ HERE = Path(__file__).resolve().parent
 WARM = 2  # rounds of every block that do not count
 TRIED = WARM + 1  # rounds of the block that finds how many the others have
 MOST = 300  # rounds of a block
+TIMEOUT = 900.0  # seconds of a block
 SAMPLED = 0.25  # seconds between two looks at the memory
 NEEDS = {
     "raydpfl": ("raydpfl",),
@@ -496,7 +497,7 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--blocks", type=int, default=4, help="of each contender, by turns")
     parser.add_argument("--seconds", type=float, default=4.0, help="of the rounds of a block")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds of a block")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds of a block")
     parser.add_argument("--out", type=Path, help="a file for all numbers, as JSON")
     parser.add_argument("--tiny", action="store_true", help="twelve clients, three a round")
     return parser.parse_args()

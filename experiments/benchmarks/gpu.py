@@ -1,22 +1,28 @@
-"""pfl-research's CIFAR-10 workload on a GPU: `python experiments/benchmarks/gpu.py`.
+"""A GPU by one command: `python experiments/benchmarks/gpu.py [--pfl-python PATH]`.
 
-1,000 clients of 50 images each, cohorts of 50, one local epoch in batches of 10 at learning rate
-0.1, averaged for 1,500 rounds and evaluated every 10, with a net of two convolutions and 1.6
-million parameters; nothing is clipped and no noise is drawn. The run is inline, on one GPU, as a
-user would write it. It prints, with `--json` as JSON, all that `docs/gpu.md` is to say:
+It runs every test that needs a device (`tests/test_gpu.py`), then pfl-research's CIFAR-10 workload
+with its dropout: 1,000 clients of 50 images each, cohorts of 50, one local epoch in batches of 10
+at learning rate 0.1, averaged for 1,500 rounds and evaluated every 10, with a net of two
+convolutions and 1.6 million parameters; nothing is clipped and no noise is drawn. The run is
+inline, on one GPU, as a user would write it. It prints the table of `docs/gpu.md`, or with `--json`
+all of it as JSON:
 
+- the tests: how many passed;
 - the run: its seconds, those of a round (the median, and that of rounds without an evaluation),
   clients a second, the test accuracy, the GPU's peak memory, and which share of the measured peak
   of float32 products a round comes to;
+- pfl-research on the same device, where `--pfl-python` imports it: seconds of a round of
+  `compare.py`'s job, and ours in the same job;
 - the plain loop: a module and `torch.optim.SGD` for one client after another on the same device,
   its rows there, by the same settings of torch; and how many times its seconds ours are;
+- two client actors of half the GPU each: whether they give the bits of the inline run;
 - a few rounds in other backends and precisions;
 - where a round goes: operations of the device, their seconds and the copies among them. Where they
   take most of a round a CUDA graph would gain nothing;
 - the convolutions of a step, forward and back, of all clients: as vmap has them, in a group for
   each client, and as products of patches.
 
-`--cpu` tries all of it on the CPU, which says nothing of a GPU's speed:
+`--cpu` tries all of it but the tests on the CPU, which says nothing of a GPU's speed:
 
     python experiments/benchmarks/gpu.py --cpu --rounds 2 --few 1
 """
@@ -25,28 +31,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import compare
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.func import vmap
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from raydpfl import Experiment, run
+from raydpfl import Experiment, models, run
 from raydpfl.core import device
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError, RunError
+from raydpfl.models.networks.dropout_cnn import DropoutCnn
 from raydpfl.simulation.resolution import resolve
 
+HERE = Path(__file__).resolve().parent
 EVERY = 10  # rounds between two evaluations
 BATCH = 10
 STEPS = 5
@@ -57,21 +67,6 @@ REPEATS = 10
 CONVOLUTIONS = ((3, 32, 32), (32, 64, 30))
 
 
-def two_convolutions() -> nn.Module:
-    """pfl-research's `simple_cnn` without its dropout: 1,626,442 parameters on 3 x 32 x 32."""
-    return nn.Sequential(
-        nn.LazyConv2d(32, 3),
-        nn.ReLU(),
-        nn.LazyConv2d(64, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.LazyLinear(128),
-        nn.ReLU(),
-        nn.LazyLinear(10),
-    )
-
-
 def experiment(options: argparse.Namespace, rounds: int = 0, **changes: Any) -> Experiment:
     """The workload, with some keys of `client` changed. Of so many `rounds` the
     last alone is evaluated.
@@ -79,7 +74,7 @@ def experiment(options: argparse.Namespace, rounds: int = 0, **changes: Any) -> 
     sections: dict[str, Any] = {
         "rounds": rounds or options.rounds,
         "data": {"kind": options.data, "clients": options.clients, "partition": {"kind": "iid"}},
-        "model": {"kind": "gpu:two_convolutions"},
+        "model": {"kind": "dropout_cnn"},
         "selection": {"kind": "uniform", "cohort": min(50, options.clients)},
         "local": {"kind": "sgd", "steps": STEPS, "batch": BATCH, "sampling": "epochs", "lr": LR},
         "bounding": {"kind": "none"},
@@ -138,8 +133,8 @@ class PlainLoop:
         x, y, _ = shards.chunk(range(min(50, options.clients)), rows)
         self.x = torch.from_numpy(x).to(there)
         self.y = torch.from_numpy(y).to(there)
-        self.net = two_convolutions().to(there)
-        self.net(self.x[0, :1])
+        self.net = models.build(plan.experiment.model, shards.form(plan.experiment.data.task), 0)
+        self.net = self.net.to(there).train()
         self.start = [each.detach().clone() for each in self.net.parameters()]
 
     def round(self) -> list[torch.Tensor]:
@@ -173,9 +168,8 @@ def timed(what: Callable[[], object], there: torch.device, repeats: int) -> floa
 
 def operations(options: argparse.Namespace) -> int:
     """Floating point operations of a round, of products and convolutions."""
-    net = two_convolutions()
+    net = DropoutCnn().module((3, 32, 32), 10)
     sample = torch.zeros(1, 3, 32, 32)
-    net(sample)
     with FlopCounterMode(display=False) as counter:
         net(sample).sum().backward()
     return counter.get_total_flops() * min(50, options.clients) * STEPS * BATCH
@@ -259,6 +253,48 @@ def convolutions(options: argparse.Namespace, there: torch.device) -> dict[str, 
     return found
 
 
+def tests() -> str:
+    """The last line of pytest on those that need a device."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_gpu.py"]
+    done = subprocess.run(command, cwd=HERE.parents[1], capture_output=True, text=True)
+    return (done.stdout.strip().splitlines() or ["pytest printed nothing"])[-1]
+
+
+def beside_pfl(options: argparse.Namespace) -> dict[str, float | None]:
+    """Seconds of a round of `compare.py`'s job by pfl-research and by raydpfl on the device."""
+    found: dict[str, float | None] = {"seconds_pfl": None, "seconds_beside_pfl": None}
+    if not options.pfl_python or not compare.has("pfl", options.pfl_python):
+        return found
+    ours = {"actors": 0, "num_gpus": 0 if options.cpu else 1}
+    entered = [
+        compare.made(("pfl", "with_pfl.py", options.pfl_python), "on the device", {"threads": 1}),
+        compare.made(("raydpfl", "with_raydpfl.py", sys.executable), "inline", ours),
+    ]
+    work = replace(compare.WORK["cifar_dropout"], clients=options.clients)
+    work = replace(work, cohort=min(work.cohort, options.clients))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "rows"
+        compare.write_rows(work, folder)
+        for name, each in zip(found, entered, strict=True):
+            each.rounds = compare.WARM + options.few
+            block = compare.run_block(each, work, "cifar_dropout", folder, compare.TIMEOUT)
+            found[name] = median(block.walls)
+    return found
+
+
+def two_actors(options: argparse.Namespace, out: Path) -> bool:
+    """Whether two actors, each with half of the GPU, give the bits of a run inline."""
+    chunk = {"chunk": max(1, min(50, options.clients) // 2)}
+    share = 0 if options.cpu else 0.5
+    hashes = {
+        run(experiment(options, 2, **chunk, **how), out / str(how["actors"])).summary[
+            "model_sha256"
+        ]
+        for how in ({"actors": 0}, {"actors": 2, "num_gpus": share})
+    }
+    return len(hashes) == 1
+
+
 def compared(options: argparse.Namespace, folder: Path, ours: float) -> dict[str, Any]:
     """All that is measured beside the run; `ours`: the seconds of one of its rounds."""
     there = device.chosen(0 if options.cpu else 1)
@@ -267,6 +303,8 @@ def compared(options: argparse.Namespace, folder: Path, ours: float) -> dict[str
         found[f"seconds_{backend}"] = few(options, folder / backend, backend=backend)
     for precision in () if options.cpu else ("tf32", "bfloat16"):
         found[f"seconds_{precision}"] = few(options, folder / precision, precision=precision)
+    found |= beside_pfl(options)
+    found["two_actors_same_bits"] = two_actors(options, folder / "actors")
     found |= where(options, folder / "where")
     # as in a run
     kept: AbstractContextManager[None] = nullcontext() if options.cpu else device.settings_kept()
@@ -286,21 +324,24 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--data", default="cifar10", help="a data set of images, of 10 classes")
     parser.add_argument("--backend", default="auto", help="client.backend of the run")
+    parser.add_argument("--pfl-python", help="an interpreter with pfl 0.6.0")
     parser.add_argument("--cpu", action="store_true", help="tries it on the CPU")
     parser.add_argument("--json", action="store_true", help="prints JSON")
     options = parser.parse_args()
     if not options.cpu and not torch.cuda.is_available():
         print("gpu.py needs a GPU, and torch finds none; --cpu --rounds 2 tries it without")
         sys.exit(2)
+    passed = {} if options.cpu else {"tests": tests()}
     with tempfile.TemporaryDirectory() as folder:
-        found = measured(options, Path(folder) / "run")
+        found = passed | measured(options, Path(folder) / "run")
         ours = found["seconds_round_unevaluated"] or found["seconds_round"]
         found |= compared(options, Path(folder), ours)
     if options.json:
         print(json.dumps(found))
         return
+    print("| what | measured |\n|---|---|")
     for name, value in found.items():
-        print(f"{name:28} {value:.6g}" if isinstance(value, float) else f"{name:28} {value}")
+        print(f"| {name} | {value:.6g} |" if isinstance(value, float) else f"| {name} | {value} |")
 
 
 if __name__ == "__main__":
