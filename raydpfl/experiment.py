@@ -165,6 +165,7 @@ class Experiment(Section):
             drawn_by=self.noise.drawn_by(),
             virtual_cohort=self.noise.stands_for is not None,
             bound=self.bounding.initial_bound,
+            bound_order=self.bounding.order,
             per_sample_bound=self.bounding.sample_bound,
             adaptive_bound=self.bounding.adapts,
             sends_model=self.bounding.sends_model(),

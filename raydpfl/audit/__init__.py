@@ -224,6 +224,9 @@ def audit(
         # another release than the run's own
         plan = replace(plan, platform={**plan.platform, "audit": "canaries"})
         assert plan.mechanism is not None  # else nothing is claimed; see `_check`
+        if plan.experiment.noise.laplace:
+            expected = "gaussian noise: canaries are scored along directions of normal noise"
+            raise ConfigError("noise.kind", experiment.noise.kind, expected)
         if plan.lattice is not None:
             expected = "gaussian noise: the directions of canaries are not rounded to integers"
             raise ConfigError("noise.kind", experiment.noise.kind, expected)

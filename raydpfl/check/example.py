@@ -71,6 +71,7 @@ AROUNDS: tuple[dict[str, Any], ...] = (
     {"noise": {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-3, "placement": "server"}},
     {"selection": TURNS},
     {"bounding": SAMPLES},
+    {"bounding": {"kind": "clip_l1", "bound": 0.5}},
     {"bounding": SAMPLES, "noise": BUDGETS},
     {"noise": NONE},
     {"noise": NONE, "selection": {"kind": "full"}},

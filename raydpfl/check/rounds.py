@@ -113,6 +113,7 @@ def epsilon(case: Example) -> str:
         and plan.experiment.noise.drawn_by() == "client",
         squares=cast(Mechanism, mechanism).squares,  # which the clause `sensitivity` holds
         integer=cast(Mechanism, mechanism).integer,
+        laplace=plan.experiment.noise.laplace,
         factors=tuple(map(plan.factor, range(plan.experiment.rounds))),
     )
     terms = plan.terms

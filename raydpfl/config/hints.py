@@ -81,13 +81,6 @@ METHODS = _by_name(
         "weights.kind=data": "num_examples",
     }
 )
-# What there is not, by what there is instead.
-ABSENT = _by_name(
-    {
-        "noise has one std in all rounds; local and server have schedules, of lr": "noise.schedule",
-        "no accountant here counts Laplace noise: gaussian bounds in L2": "laplace laplacian",
-    }
-)
 
 
 def suggestion(where: str, names: Iterable[str]) -> str:
@@ -96,9 +89,6 @@ def suggestion(where: str, names: Iterable[str]) -> str:
     """
     section, _, key = where.rpartition(".")
     name = key.lower().replace("-", "_")
-    absent = ABSENT.get(where) or ABSENT.get(name)
-    if absent:
-        return f"; {absent}"
     meant = FOREIGN.get(key) or METHODS.get(name, "")
     if meant.partition(" ")[0] == where:
         return f"; other kinds of {section} have it"

@@ -25,6 +25,7 @@ class Setting:
     virtual_cohort: bool  # whether guarantees are about clients that do not run
     # on what a client sends, an L2 norm, in the first round; None: there is none
     bound: float | None
+    bound_order: int  # of the norm that it bounds: 2 (L2) or 1
     # on each sample's gradient in a local step, an L2 norm; None: there is none
     per_sample_bound: float | None
     adaptive_bound: bool  # whether the bound may change from round to round

@@ -187,7 +187,11 @@ def guarantee_against(view: ObserverView, accountant: str, delta: float) -> Guar
     rho = None
     if not view.mechanism.sampling.hidden and guarantee.kind == "rigorous":
         event = view.mechanism.event(view.relation)
-        rho = None if event.skellam else float(event.unamplified(view.rounds)) ** 2 / 2
+        rho = (
+            None
+            if event.skellam or view.mechanism.laplace
+            else float(event.unamplified(view.rounds)) ** 2 / 2
+        )
     return replace(guarantee, curve=partial(tradeoff, *released), rho=rho)
 
 
@@ -199,6 +203,8 @@ def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Gu
     others += [str(mechanism.survey)] if mechanism.survey else []
     if others:
         failed += (f"nothing is released next to the sum (here too: {', '.join(others)})",)
+    if mechanism.laplace:
+        failed += ("Gaussian noise on sums bounded in L2 (here: Laplace noise)",)
     if mechanism.factors:
         failed += ("noise of one std in all rounds (here: that with the least in all of them)",)
     return Guarantee(

@@ -487,9 +487,9 @@ def of_clients(
     rounds. Cohorts are public or full, a client's rounds at least `separation` apart. The noise is
     then that of a node of the tree, or of z for a matrix whose first column has norm 1.
 
-    With `noise` discrete_gaussian (of the server) or skellam (of the clients) sums are of integers
-    modulo 2^`bits`, for a model of so many `parameters`, rotated
-    (`raydpfl.privacy.integer_noise`).
+    With `noise` laplace the bound is an L1 norm (`raydpfl.privacy.laplace`). With discrete_gaussian
+    (of the server) or skellam (of the clients) sums are of integers modulo 2^`bits`, for a model of
+    so many `parameters`, rotated (`raydpfl.privacy.integer_noise`).
     """
     scheme = scheme_of(sampling)
     per_epoch = 1 if epoch and per_epoch is None else per_epoch
@@ -499,7 +499,10 @@ def of_clients(
         scheme.kind, population, cast(int, size), epoch=epoch, per_epoch=per_epoch, cap=cap
     )
     # auto: the clients, unless their part of the noise would depend on a secret
-    of_server = noise is not None and not INTEGER_NOISES.get(noise, (SkellamNoise,))[0].by_clients
+    laplace = noise == "laplace"
+    of_integers = None if laplace else noise
+    integers = INTEGER_NOISES.get(of_integers or "skellam", (SkellamNoise,))
+    of_server = laplace or not integers[0].by_clients
     by_server = who.size_secret or strategy or of_server
     auto: Placement = "server" if by_server else "client"
     places: dict[str, Placement] = {"auto": auto, "client": "client", "server": "server"}
@@ -508,8 +511,9 @@ def of_clients(
         raise ConfigError("placement", placement, "client or server")
     query = Query("updates", bound or 1.0, 0.0)
     mechanism = Mechanism(
-        who, (query,), 1 if rounds is None else rounds, placement=place, colluders=colluders
-    )
+        who, (query,), 1 if rounds is None else rounds, placement=place, colluders=colluders,
+        laplace=laplace,
+    )  # fmt: skip
     z = _multiplier(noise_multiplier, std, bound, mechanism.draws)
     unknown = _unknown(z, epsilon, rounds, "rounds")
     limit = math.inf if rounds is None else rounds * (who.cohort if who.repeats else 1)
@@ -519,13 +523,15 @@ def of_clients(
     asked = _covered(mechanism, relation, delta)
     mechanism = mechanism.with_noise(z or 1.0)
     if strategy is not None:
+        if laplace:
+            raise ConfigError("strategy", strategy, "none with Laplace noise")
         mechanism, participations = _correlated(
             mechanism, strategy, separation, participations, unknown
         )
     elif separation != 1:
         raise ConfigError("separation", separation, "1 without a strategy")
-    if noise is not None:
-        integer = _integers(mechanism, noise, bits, parameters, strategy)
+    if of_integers is not None:
+        integer = _integers(mechanism, of_integers, bits, parameters, strategy)
         mechanism = replace(mechanism, integer=integer)
     return Budget(mechanism, asked, delta, unknown, epsilon, participations=participations, v=v)
 
@@ -564,7 +570,7 @@ def _integers(
 ) -> IntegerNoise:
     """How sums are taken of integers."""
     if noise not in INTEGER_NOISES:
-        expected = f"{' or '.join(INTEGER_NOISES)}; of itself noise is Gaussian"
+        expected = f"{', '.join(INTEGER_NOISES)} or laplace; of itself noise is Gaussian"
         raise ConfigError("noise", noise, expected)
     placed = (of for of in INTEGER_NOISES[noise] if of.by_clients == mechanism.distributed)
     of = next(placed, None)

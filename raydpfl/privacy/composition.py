@@ -127,6 +127,8 @@ def _correlated(
                 "noise that is Skellam, or correlated over the rounds, of which no amplification"
             )
             return f"{names} have the same seed {seed}, and {noise} of both is proved"
+        if any(view.mechanism.laplace for _, view in same):
+            return f"{names} have the same seed {seed}, and noise that is Laplace"
         absent = all(view.relation != "replace_one" for _, view in same)
         coins = all(view.mechanism.sampling.coins is not None for _, view in same)
         if adaptive and not (coins and absent):

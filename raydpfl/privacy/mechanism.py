@@ -33,6 +33,7 @@ from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.group import together
 from raydpfl.privacy.integer_noise import IntegerNoise, SkellamLoss
+from raydpfl.privacy.laplace import with_laplace
 from raydpfl.privacy.sampling import Sampling
 from raydpfl.privacy.types import Placement, Relation, Unit, is_count, one_of
 
@@ -183,6 +184,7 @@ class Mechanism:
             that is correlated (`raydpfl.privacy.factorization`); empty: rounds are independent.
             `rounds` is then the number of participations.
         integer: how sums of integers are taken, and their noise; None: noise is Gaussian.
+        laplace: whether noise is Laplace, on the sum of one query whose bound is an L1 norm.
         factors: std of the noise on the sums of the first, second, ... round over that of
             `queries`, above 0; empty: 1 in all. Rounds beyond them have the smallest.
     """
@@ -199,6 +201,7 @@ class Mechanism:
     squares: tuple[float, ...] = ()
     integer: IntegerNoise | None = None
     factors: tuple[float, ...] = ()
+    laplace: bool = False
     colluders: int = 0
 
     # what `LocalSteps` has otherwise, which see
@@ -216,6 +219,9 @@ class Mechanism:
             raise ConfigError("queries", self.queries, "at least one query of a sum")
         if not all(0 < factor < math.inf for factor in self.factors):
             raise ConfigError("factors", self.factors, "positive finite numbers, one a round")
+        if self.laplace and (len(self.queries) > 1 or self.survey or self.placement != "server"):
+            expected = "false, or one query, no survey, and noise that the server draws"
+            raise ConfigError("laplace", True, expected)
         differ = any(factor != 1 for factor in self.factors)
         object.__setattr__(self, "factors", tuple(self.factors) if differ else ())
         if self.colluders:
@@ -345,7 +351,8 @@ class Mechanism:
         loss = None
         if self.integer:
             loss = self.integer.skellam_loss(self._moves(relation), self.noise_multiplier)
-        event = Event(self.sampling, self.mu(relation), once=once, relation=relation, skellam=loss)
+        sampling = with_laplace(self.sampling) if self.laplace else self.sampling
+        event = Event(sampling, self.mu(relation), once=once, relation=relation, skellam=loss)
         if self.factors and self.private:
             ordered = sorted(self.factors) if self.sampling.by_participation else self.factors
             alone = [query for query in self.queries if query.per_client]
@@ -495,6 +502,7 @@ class Mechanism:
             {"integer": [type(self.integer).__name__, asdict(self.integer)]} if self.integer else {}
         )
         tree |= {"factors": self.factors} if self.factors else {}
+        tree |= {"laplace": True} if self.laplace else {}
         text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

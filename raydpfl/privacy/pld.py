@@ -488,14 +488,16 @@ def _unsampled(epsilon: np.ndarray, q: float) -> np.ndarray:
     )
 
 
-def poisson_curves(q: float, mu: float) -> tuple[CurvePair, CurvePair]:
+def poisson_curves(
+    q: float, mu: float, delta: Callable[..., np.ndarray] = gaussian_delta
+) -> tuple[CurvePair, CurvePair]:
     """One round of the Poisson-sampled Gaussian, under add_remove or zero_out: the curves of
     removing and of adding a client of probability q < 1 (or its contribution), delta(P, Q) and
     delta(Q, P) with P = (1-q) N(0, 1) + q N(mu, 1) and Q = N(0, 1).
     """
 
     def removed(epsilon: np.ndarray) -> np.ndarray:
-        return q * gaussian_delta(_unsampled(epsilon, q), mu)
+        return q * delta(_unsampled(epsilon, q), mu)
 
     def added(epsilon: np.ndarray) -> np.ndarray:
         # Q - e^eps P = w (Q - e^eps' N(mu,1)) with w = 1 - e^eps (1-q) and e^eps' = e^eps q / w;
@@ -503,12 +505,14 @@ def poisson_curves(q: float, mu: float) -> tuple[CurvePair, CurvePair]:
         weight = -np.expm1(np.minimum(epsilon + math.log1p(-q), 1.0))
         positive = np.maximum(weight, np.finfo(float).tiny)
         inner = epsilon + math.log(q) - np.log(positive)
-        return np.where(weight > 0, positive * gaussian_delta(inner, mu), 0.0)
+        return np.where(weight > 0, positive * delta(inner, mu), 0.0)
 
     return (removed, added), (added, removed)
 
 
-def fixed_size_curve(q: float, mu: float) -> Curve:
+def fixed_size_curve(
+    q: float, mu: float, delta: Callable[..., np.ndarray] = gaussian_delta
+) -> Curve:
     """One round on a uniform subset of fixed size, under replace-one. For eps >= 0
 
         delta(eps) = q delta_G(ln(1 + (e^eps - 1)/q); mu).
@@ -517,7 +521,7 @@ def fixed_size_curve(q: float, mu: float) -> Curve:
     neighbouring pair ([2] Theorem 9), and is the curve of a dominating pair, so that it composes
     ([4]; docs/proofs.md).
     """
-    return lambda epsilon: q * gaussian_delta(_unsampled(epsilon, q), mu)
+    return lambda epsilon: q * delta(_unsampled(epsilon, q), mu)
 
 
 def group_removed_curves(weights: np.ndarray, mu: float) -> tuple[CurvePair, CurvePair]:

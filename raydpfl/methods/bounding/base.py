@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -45,6 +45,8 @@ class Bounding(WithServerState):
     force, which is the field `bound` in the first round. Vectors are float64 [k, d], those of k
     clients at once; no client may depend on the others. Tensors given to `send` may be written to.
     """
+
+    order: ClassVar[int] = 2  # of the norm that is at most `bound`: L2, or L1
 
     scaling: Literal["update", "gradient"] = Field(
         default="update",
@@ -102,8 +104,9 @@ class Bounding(WithServerState):
 
     @property
     def scales(self) -> bool:
-        """Whether clients send their updates as they are, times the factors."""
-        return type(self).send is Bounding.send and self.scaling == "update"
+        """Whether clients send their updates as they are, times the factors of their L2 norms."""
+        plain = type(self).send is Bounding.send and self.scaling == "update"
+        return plain and self.order == 2
 
     def sends_model(self) -> bool:
         """Whether the mean of what is sent is the new model itself, not a change of it."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -138,6 +138,8 @@ class Noise(Member):
     (`raydpfl.simulation.noise_monitor`). The delta of its guarantees is the field `delta`, if it
     has one, else 1e-5; or that of `terms`.
     """
+
+    laplace: ClassVar[bool] = False  # whether it is Laplace noise, for sums bounded in L1
 
     # --- what it draws ---
 
@@ -349,6 +351,7 @@ class Noise(Member):
             noise_in_state="local" in setting.stateful and placement == "client",
             survey=setting.survey,
             integer=self.integers(accounted.cohort, 1),
+            laplace=self.laplace,
             colluders=setting.colluders,
         )
         exclusions = on_sums.excluded(setting, self.of_seed, scheme=accounted.scheme)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from raydpfl.privacy import laplace
 from raydpfl.privacy.mechanism import Event, Mechanism
 from raydpfl.privacy.repetition import Repetition
 from raydpfl.privacy.tradeoff import TradeOff
@@ -40,6 +41,8 @@ class Accountant:
         skellam = mechanism.integer is not None and mechanism.integer.renyi_alone
         if skellam and self.needs != NEEDS["rdp"]:
             impossible = f"Skellam noise is not covered by {self.name}; nearest: rdp"
+        if mechanism.laplace:
+            return impossible or laplace.refuses(sampling, relation, self.name, self.needs)
         if impossible or sampling.everyone:
             return impossible
         refused = scheme.refuses(relation)

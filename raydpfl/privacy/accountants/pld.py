@@ -33,6 +33,10 @@ class Pld(Accountant):
     needs = NEEDS["pld"]
 
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
+        return np.minimum(self._spent(event, delta, counts), _largest(event, counts))
+
+    def _spent(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
+        """Epsilon by the loss itself."""
         if not event.sampling.hidden:
             return pld.gaussian_epsilon(event.unamplified(counts), delta)
         if event.mus:
@@ -85,6 +89,8 @@ class Pld(Accountant):
         return TradeOff.of_directions(losses[0][0].step, tails)
 
     def delta_of(self, event: Event, epsilon: float, count: int) -> float:
+        if epsilon >= _largest(event, np.array(count)):
+            return 0.0
         if not event.sampling.hidden:
             return float(pld.gaussian_delta(epsilon, event.unamplified(count)))
         if event.mus:
@@ -151,6 +157,16 @@ def _in_levels(parts: Sequence[Part]) -> list[Part]:
     for event, n in parts:
         counts[replace(event, mu=float(levels[levels.searchsorted(event.mu)]))] += n
     return [*counts.items()]
+
+
+def _largest(event: Event, counts: np.ndarray) -> np.ndarray | float:
+    """The largest loss of `counts` events."""
+    scheme, sampling = event.sampling.scheme, event.sampling
+    largest = scheme.largest_loss(sampling, event.mu)
+    if math.isinf(largest) or not event.mus:
+        return counts * largest if math.isfinite(largest) else math.inf
+    each = [scheme.largest_loss(sampling, mu) for mu in event.first(int(np.max(counts))).tolist()]
+    return np.append(0.0, np.cumsum(each))[counts]
 
 
 def _by_rdp(event: Event) -> bool:

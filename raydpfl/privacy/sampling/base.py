@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -290,6 +291,10 @@ class SamplingScheme:
         orders from 2 on; without this method rdp covers Gaussian sums alone.
         """
         raise NotImplementedError
+
+    def largest_loss(self, sampling: Sampling, mu: float) -> float:
+        """The largest privacy loss of a round; infinite where there is none."""
+        return math.inf
 
     def convex(self, relation: Relation) -> bool:
         """Whether `curves` are sums, with positive weights that do not depend on mu, of

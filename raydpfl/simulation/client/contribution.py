@@ -74,6 +74,12 @@ class Contribution:
         """What clients would send without a bound, [k, d], of their updates, [k, d]: these."""
         return updates
 
+    def lengths(self, vectors: torch.Tensor) -> np.ndarray:
+        """The norms that are bounded of vectors, [k, d]: float64 [k]."""
+        if self.bounding.order == 1:
+            return vectors.double().abs().sum(1).cpu().numpy()
+        return vector_norms(vectors)
+
     def finite_norms(
         self, state: ChunkRound, slots: np.ndarray, vectors: torch.Tensor, lengths: np.ndarray
     ) -> np.ndarray:
@@ -86,7 +92,7 @@ class Contribution:
             state.drop_not_finite(int(slot[0]), float(norms[place]))
             idle = self.training.idle(state, slot)[None]
             vectors[place] = self.unbounded(state, slot, idle)[0]
-            lengths[place] = vector_norms(vectors[place : place + 1])[0]
+            lengths[place] = self.lengths(vectors[place : place + 1])[0]
             norms[place] = math.nan
         return norms
 
@@ -224,7 +230,7 @@ class Explicit(Contribution):
         view = state.view("bounding", slots)
         vectors = self.unbounded(state, slots, block.updates)
         check_shape(f"bounding.kind {bounding.kind} sends", vectors, (len(slots), state.actor.d))
-        lengths = vector_norms(vectors)
+        lengths = self.lengths(vectors)
         norms = self.finite_norms(state, slots, vectors, lengths)
         factors = self.bounded(state, slots, lengths)
         scale = torch.from_numpy(factors * state.chunk.weights[slots])
@@ -292,7 +298,7 @@ class Explicit(Contribution):
         bound = state.work.bound
         if bound is None:
             return
-        lengths = vector_norms(vectors)
+        lengths = self.lengths(vectors)
         weights = np.abs(state.chunk.weights[slots])
         within = lengths <= bound * weights * (1 + 1e-9)
         if not within.all():
