@@ -720,6 +720,9 @@ def replay(
             expected = "none in a replay, as what a client spends follows its own norms"
             raise ConfigError("privacy.individual", str(experiment.privacy.individual), expected)
         plan = resolve(experiment, Path(data_root) if data_root else None)
+        if plan.experiment.noise.laplace:
+            expected = "gaussian noise: sums are compared in L2, not in L1"
+            raise ConfigError("noise.kind", experiment.noise.kind, expected)
         if plan.lattice is not None:
             expected = "gaussian noise: the integers of secure sums are not replayed"
             raise ConfigError("noise.kind", experiment.noise.kind, expected)
