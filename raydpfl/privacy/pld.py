@@ -104,7 +104,9 @@ def gaussian_epsilon(mu: np.ndarray | float, delta: float) -> np.ndarray:
 @dataclass(frozen=True, eq=False)
 class LossDistribution:
     """A pessimistic privacy loss distribution of one round: the probabilities `masses` [2n + 1] of
-    the losses -n step, ..., n step, and that of an infinite loss.
+    the losses -n step, ..., n step, and that of an infinite loss. `also` is the loss, on the same
+    grid, of what is released in addition: once in all (`once`), else once in `every` rounds, of
+    which any number that is composed is then a multiple.
     """
 
     step: float
@@ -113,48 +115,30 @@ class LossDistribution:
     # where it is tilted, `masses` are those of the losses times e^(order index - log_mean)
     order: float = 0.0
     log_mean: float = 0.0
+    also: LossDistribution | None = None
+    every: int = 1
+    once: bool = False
 
-    def epsilons(
-        self,
-        delta: float,
-        first: int,
-        last: int,
-        every: int = 1,
-        also: LossDistribution | None = None,
-        once: bool = False,
-    ) -> np.ndarray:
+    def epsilons(self, delta: float, first: int, last: int) -> np.ndarray:
         """Epsilon at `delta` after first, first + every, ..., last rounds, float64 [numbers of
         rounds]; infinite where delta is out of reach.
-
-        `also` is the loss, on the same grid, of what is released in addition: once in all (`once`),
-        else once in `every` rounds, of which `first` is then a multiple.
         """
         tilted = is_small(delta, last)
         epsilons: list[float] = []
         while first <= last:
             # numbers of rounds that one order suits
-            end = min(last, first + first // (2 * every) * every) if tilted else last
-            pair = self._tilted(delta, end, every, also, once) if tilted else (self, also)
-            tails = pair[0]._tails(first, end, every, pair[1], once)
-            epsilons += [epsilon_at(delta, self.step, tail) for tail in tails]
-            first = end + every
+            end = min(last, first + first // (2 * self.every) * self.every) if tilted else last
+            loss = self._tilted(delta, end) if tilted else self
+            epsilons += [epsilon_at(delta, self.step, tail) for tail in loss._tails(first, end)]
+            first = end + self.every
         return np.array(epsilons)
 
-    def delta(
-        self,
-        epsilon: float,
-        rounds: int,
-        every: int = 1,
-        also: LossDistribution | None = None,
-        once: bool = False,
-        near: float = 1.0,
-    ) -> float:
+    def delta(self, epsilon: float, rounds: int, near: float = 1.0) -> float:
         """Delta at `epsilon` after `rounds` rounds; `near` is about what it is, which says how it
-        is computed. The others are as for `epsilons`.
+        is computed.
         """
-        tilted = is_small(near, rounds)
-        pair = self._tilted(near, rounds, every, also, once) if tilted else (self, also)
-        deltas = pair[0].deltas(rounds, every, pair[1], once)
+        loss = self._tilted(near, rounds) if is_small(near, rounds) else self
+        deltas = loss.deltas(rounds)
         place = epsilon / self.step
         if place >= len(deltas) - 1:
             return float(deltas[-1])
@@ -163,46 +147,30 @@ class LossDistribution:
         share /= math.expm1(-self.step)
         return float(deltas[i] + share * (deltas[i + 1] - deltas[i]))
 
-    def deltas(
-        self,
-        rounds: int,
-        every: int = 1,
-        also: LossDistribution | None = None,
-        once: bool = False,
-    ) -> np.ndarray:
+    def deltas(self, rounds: int) -> np.ndarray:
         """Delta at epsilon = 0, step, 2 step, ... after `rounds` rounds, float64 [n]; the last is
-        the mass at infinity. The others as for `epsilons`.
+        the mass at infinity.
         """
-        return next(self._tails(rounds, rounds, every, also, once))
+        return next(self._tails(rounds, rounds))
 
-    def chernoff(
-        self,
-        epsilon: float,
-        rounds: int,
-        every: int = 1,
-        also: LossDistribution | None = None,
-        once: bool = False,
-    ) -> float:
+    def chernoff(self, epsilon: float, rounds: int) -> float:
         """A bound on delta at `epsilon` that needs no composition; arguments as for `delta`."""
-        spent = self._spent(rounds, 1 if once else rounds // every, also)
+        spent = self._spent(rounds)
         place = epsilon / self.step
         order = _least(lambda order: spent(order) - order * place, self._largest)
         return math.exp(min(spent(order) - order * place, 0.0))
 
-    def _tilted(
-        self, delta: float, rounds: int, every: int, also: LossDistribution | None, once: bool
-    ) -> tuple[LossDistribution, LossDistribution | None]:
-        """Itself and `also`, tilted at the order of the best Chernoff bound on epsilon."""
-        spent = self._spent(rounds, 1 if once else rounds // every, also)
+    def _tilted(self, delta: float, rounds: int) -> LossDistribution:
+        """Tilted at the order of the best Chernoff bound on epsilon."""
+        spent = self._spent(rounds)
         surprise = -math.log(delta)
         order = _least(lambda order: (spent(order) + surprise) / order, self._largest)
-        return self._at_order(order), also and also._at_order(order)
+        return self._at_order(order)
 
-    def _spent(
-        self, rounds: int, times: int, also: LossDistribution | None
-    ) -> Callable[[float], float]:
+    def _spent(self, rounds: int) -> Callable[[float], float]:
         """log E e^(order index) of the sum of the losses, by the order."""
-        parts = [(self, rounds), *([(also, times)] if also else [])]
+        times = 1 if self.once else rounds // self.every
+        parts = [(self, rounds), *([(self.also, times)] if self.also else [])]
         return lambda order: sum(count * loss._log_mean(order) for loss, count in parts)
 
     @property
@@ -228,7 +196,7 @@ class LossDistribution:
     @property
     def coarse(self) -> bool:
         """Whether its grid has as many points as it may, and is coarser than suits the loss."""
-        return self._largest >= _MOST_POINTS
+        return self._largest >= _MOST_POINTS or bool(self.also and self.also.coarse)
 
     def _log_mean(self, order: float) -> float:
         """log E e^(order index) of the finite losses."""
@@ -242,19 +210,19 @@ class LossDistribution:
     def _at_order(self, order: float) -> LossDistribution:
         log_mean = self._log_mean(order)
         masses = np.exp(self._logs(order) - log_mean)
-        return replace(self, masses=masses, order=order, log_mean=log_mean)
+        also = self.also and self.also._at_order(order)
+        return replace(self, masses=masses, order=order, log_mean=log_mean, also=also)
 
     def std(self) -> float:
         """Standard deviation of the finite loss of one round."""
         losses = self.step * (np.arange(len(self.masses)) - len(self.masses) // 2)
         return math.sqrt(max(self.masses @ losses**2 - (self.masses @ losses) ** 2, 0.0))
 
-    def _tails(
-        self, first: int, last: int, every: int, also: LossDistribution | None, once: bool
-    ) -> Iterator[np.ndarray]:
+    def _tails(self, first: int, last: int) -> Iterator[np.ndarray]:
         """For all numbers of rounds, delta at epsilon = 0, step, ..., up to the infinite mass."""
         from scipy.fft import irfft, next_fast_len
 
+        also, every, once = self.also, self.every, self.once
         other = also or LossDistribution(self.step, np.ones(1), 0.0)
         half = len(self.masses) // 2
         other_half = len(other.masses) // 2
@@ -685,9 +653,9 @@ def distributions(pairs: Sequence[CurvePair], tail: float = _TAIL) -> tuple[Loss
 
 def and_gaussian(
     pairs: Sequence[CurvePair], every: int, other: float, tail: float = _TAIL
-) -> tuple[tuple[LossDistribution, LossDistribution], ...]:
-    """For every direction of a round, its loss and that of a Gaussian over everyone of mu `other`,
-    on the grid that suits the composition of one of the latter with `every` of the former. On a
+) -> tuple[LossDistribution, ...]:
+    """For every direction of a round, its loss and, in addition, that of a Gaussian over everyone
+    of mu `other`, on the grid that suits one of the latter with `every` of the former. On a
     step h far above the std s of the former, their variance grows from s^2 to about
     h s sqrt(2 / pi); h keeps that below 1e-4 of the whole.
     """
@@ -705,9 +673,9 @@ def and_gaussian(
     also = _on_grid(gaussian, gaussian, step, math.ceil(reach / step))
     if step == loss.step:
         rest = (_on_grid(*pair, step, len(loss.masses) // 2) for pair in pairs[1:])
-        return tuple((loss, also) for loss in (loss, *rest))
+        return tuple(replace(loss, also=also) for loss in (loss, *rest))
     n = math.ceil(max(_reach(up, tail), _reach(down, tail)) / step)
-    return tuple((_on_grid(*pair, step, n), also) for pair in pairs)
+    return tuple(replace(_on_grid(*pair, step, n), also=also) for pair in pairs)
 
 
 def together(parts: Sequence[tuple[Sequence[CurvePair], int]], delta: float) -> float:

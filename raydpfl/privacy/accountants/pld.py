@@ -59,16 +59,10 @@ class Pld(Accountant):
 
     def _composed(self, event: Event, delta: float, times: np.ndarray, part: int) -> np.ndarray:
         """Epsilon of so many events, int64 [n] that never fall, or of a `part` of the first."""
-        gaussians = event.gaussians
-        first = int(times[0]) * gaussians
-        last = int(times[-1]) * gaussians
-        once = event.once > 0
-        losses = _losses(event, last if once else gaussians, part, pld.tail_for(delta, last))
-        composed = np.max(
-            [loss.epsilons(delta, first, last, gaussians, other, once) for loss, other in losses],
-            axis=0,
-        )
-        if _by_rdp(event) and (_coarse(losses) or np.isinf(composed).any()):
+        first, last = (int(count) * event.gaussians for count in (times[0], times[-1]))
+        losses = _losses(event, last, part, delta)
+        composed = np.max([loss.epsilons(delta, first, last) for loss in losses], axis=0)
+        if _by_rdp(event) and (any(loss.coarse for loss in losses) or np.isinf(composed).any()):
             composed = np.minimum(composed, Rdp().curve(event, delta, times))
         return composed[times - times[0]]
 
@@ -83,10 +77,8 @@ class Pld(Accountant):
             ends = [next(unequal.deltas(d, count)) for d in range(unequal.directions)]
             return TradeOff.of_directions(unequal.step, ends)
         times, part = _charged(event, count)
-        once = event.once > 0
-        losses = _losses(event, times if once else event.gaussians, part, pld.tail_for(1.0, times))
-        tails = [loss.deltas(times, event.gaussians, other, once) for loss, other in losses]
-        return TradeOff.of_directions(losses[0][0].step, tails)
+        losses = _losses(event, times, part, 1.0)
+        return TradeOff.of_directions(losses[0].step, [loss.deltas(times) for loss in losses])
 
     def delta_of(self, event: Event, epsilon: float, count: int) -> float:
         if epsilon >= _largest(event, np.array(count)):
@@ -99,16 +91,11 @@ class Pld(Accountant):
                 composed = min(composed, Rdp().delta_of(event, epsilon, count))
             return composed
         rounds, part = _charged(event, count)
-        times = rounds if event.once else event.gaussians
-        asked = epsilon, rounds, event.gaussians
-        bounds = [
-            loss.chernoff(*asked, other, event.once > 0)
-            for loss, other in _losses(event, times, part, pld.tail_for(1.0, rounds))
-        ]
+        bounds = [loss.chernoff(epsilon, rounds) for loss in _losses(event, rounds, part, 1.0)]
         near = max(_OF_CHERNOFF * max(bounds), 1e-300)
-        losses = _losses(event, times, part, pld.tail_for(near, rounds))
-        deltas = [loss.delta(*asked, other, event.once > 0, near) for loss, other in losses]
-        if _by_rdp(event) and _coarse(losses):
+        losses = _losses(event, rounds, part, near)
+        deltas = [loss.delta(epsilon, rounds, near) for loss in losses]
+        if _by_rdp(event) and any(loss.coarse for loss in losses):
             return min(max(deltas), Rdp().delta_of(event, epsilon, count))
         return min(max(deltas), 1.0)
 
@@ -173,13 +160,6 @@ def _by_rdp(event: Event) -> bool:
     return event.sampling.scheme.gives(NEEDS["rdp"])
 
 
-_Losses = tuple[tuple[pld.LossDistribution, pld.LossDistribution | None], ...]
-
-
-def _coarse(losses: _Losses) -> bool:
-    return any(loss.coarse for pair in losses for loss in pair if loss)
-
-
 def _charged(event: Event, count: int) -> tuple[int, int]:
     """How many Gaussians `count` events are charged as, and the part of the first event."""
     times, part = event.sampling.scheme.charged(event.sampling, np.array(count))
@@ -202,11 +182,24 @@ def _unequal(event: Event, count: int) -> Rounds:
     return Rounds(curves, event.first(count), event.convex, event.once)
 
 
+def _losses(
+    event: Event, gaussians: int, part: int, delta: float
+) -> tuple[pld.LossDistribution, ...]:
+    """For every direction the loss of one of an event's Gaussians, and in addition that over
+    everyone, as suits this delta after so many.
+    """
+    times = gaussians if event.once else event.gaussians
+    return _discretised(event, times, part, pld.tail_for(delta, gaussians))
+
+
 @lru_cache(maxsize=16)
-def _losses(event: Event, times: int, part: int, tail: float) -> _Losses:
-    """For every direction the loss of one of an event's Gaussians, and that over everyone."""
+def _discretised(
+    event: Event, times: int, part: int, tail: float
+) -> tuple[pld.LossDistribution, ...]:
     pairs = _pairs(event, part)
-    over_everyone = event.also or event.once
-    if over_everyone:
-        return pld.and_gaussian(pairs, times, over_everyone, tail)
-    return tuple((loss, None) for loss in pld.distributions(pairs, tail))
+    other = event.also or event.once
+    losses = pld.and_gaussian(pairs, times, other, tail) if other else None
+    return tuple(
+        replace(loss, every=event.gaussians, once=event.once > 0)
+        for loss in losses or pld.distributions(pairs, tail)
+    )
