@@ -136,7 +136,7 @@ class Client(Section):
     ] = Field(
         default="auto",
         description=(
-            "how a chunk trains; auto: what is known to be fast, and in runs of 20 s or more the "
+            "how a chunk trains; auto: what is known to be fast, and in runs of 5 s or more the "
             "fastest of those that fit, as timed before the first round"
         ),
     )

@@ -83,7 +83,7 @@ class Work:
         if not self.tokens:
             return {"classes": 10}
         task = {"task": {"kind": "sequence"}} if self.positions else {}
-        return {"classes": TOKENS, "vocabulary": TOKENS, **task}
+        return {"classes": TOKENS, **task}
 
     @property
     def steps(self) -> int:

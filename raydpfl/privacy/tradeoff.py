@@ -181,8 +181,8 @@ class TradeOff:
         drops = -np.diff(delta)
         low, high = self.epsilons[:-1], self.epsilons[1:]
         shrinks = np.exp(-np.minimum(low, 700.0))
-        rates = drops * shrinks / np.expm1(high - low)
-        return rates, 1 - delta[:-1] - drops / np.expm1(high - low)
+        slopes = drops / np.expm1(np.minimum(high - low, 700.0))
+        return slopes * shrinks, 1 - delta[:-1] - slopes
 
     def to_dict(self) -> dict[str, Any]:
         """What reports state, as JSON values: the profile and f at some points, the nearest

@@ -32,6 +32,7 @@ from raydpfl.privacy import Mechanism, Query, Sampling
 EXAMPLES = {
     "uniform": {"cohort": 7},
     "poisson": {"cohort": 7},
+    "truncated_poisson": {"cohort": 7, "cap": 12},
     "random_allocation": {"epoch": 6, "per_epoch": 2},
     "balls_in_bins": {"epoch": 4},
     "full": {},

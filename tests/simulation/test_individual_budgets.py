@@ -32,7 +32,8 @@ def test_a_client_leaves_before_the_lengths_of_what_it_sends_exceed_its_budget(t
     for row in clients:  # in the order of rounds
         k = row["client"]
         most = min(1.0, 0.4 / row["norm"])
-        more = squares[k] + (2 * row["norm"] * most * weights[k] / plan.sum_std(0.4)) ** 2
+        std = plan.sum_std(row["round"], 0.4)
+        more = squares[k] + (2 * row["norm"] * most * weights[k] / std) ** 2
         over = privacy.gaussian_epsilon(np.sqrt(more), 1e-5) > plan.individual.epsilons[k]
         left[k] |= over
         squares[k] = squares[k] if left[k] else more

@@ -30,7 +30,7 @@ status rounds test_accuracy test_loss model_sha256 seconds clients_per_second pe
 seed versions guarantees
 """
 GUARANTEE = """
-kind accountant unit relation observer sampling knows epsilon delta exclusions
+kind accountant unit relation observer sampling knows epsilon delta rho exclusions
 conditions_failed
 """
 FILES = """

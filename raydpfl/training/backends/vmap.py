@@ -24,7 +24,7 @@ from raydpfl.core.device import index
 from raydpfl.methods.local.base import Local
 from raydpfl.models.tasks import Task
 from raydpfl.training.backends.base import ALL, Backend, Block, ChunkData, Rule, clip_factors, take
-from raydpfl.training.layers.dropout import Draws, Dropout, Dropped, Record, draw
+from raydpfl.training.layers.dropout import Dropout, Dropped, Record, draw
 
 # the form of attention whose gradient torch can take of all clients at once: of the others it has
 # no batching rule, and would go through the clients one by one
@@ -167,15 +167,28 @@ class Vmap(Backend):
             outputs = self._forwards(x, masks, *named.values())
         return outputs.flatten(0, 1).float()
 
-    def _masks(self, named: Named, x: torch.Tensor, draws: Draws, shares: torch.Tensor) -> Masks:
-        """The masks of a step."""
+    def _masks(
+        self,
+        chunk: ChunkData,
+        draws: dict[int, torch.Generator],
+        named: Named,
+        x: torch.Tensor,
+        shares: torch.Tensor,
+    ) -> Masks:
+        """The masks of a step. `draws`: the generators of the slots, which the first fills in."""
         if self._dropped is None:
             record = Record()
             with torch.no_grad(), torch.random.fork_rng(devices=[]), record:
                 self._one({name: part[:1] for name, part in named.items()}, x[:1, :1])
             self._dropped = record.calls
+        if not self._dropped:
+            return []
+        if not draws:
+            draws.update({slot: self._generator(chunk, slot) for slot in chunk.slots})
+        sizes = chunk.batch_sizes[: len(shares)].tolist()
+        of_slots = [(draws.get(slot), size) for slot, size in enumerate(sizes)]
         low = self.precision == "bfloat16"
-        return draw(draws, self._dropped, shares.bfloat16() if low else shares)
+        return draw(of_slots, self._dropped, shares.bfloat16() if low else shares)
 
     def _one(self, named: Named, x: torch.Tensor) -> None:
         """Has the module run on a sample of one client, x [1, 1, *shape]."""
@@ -286,8 +299,7 @@ class Vmap(Backend):
         factors: list[torch.Tensor] = []
         gradients_of = self._gradients_of(chunk)
         few = self.few if len(chunk.sizes) > self.few else 0
-        drops = self._dropped is None or bool(self._dropped)
-        draws = {slot: self._generator(chunk, slot) for slot in chunk.slots if drops}
+        draws: dict[int, torch.Generator] = {}
         for step, (rows, shares) in enumerate(chunk.batches()):
             count = len(shares)
             if count <= few:
@@ -296,9 +308,7 @@ class Vmap(Backend):
                 steps.narrow(count)
             batch_x = take(x[:count], rows)
             named = self._named(steps.now)
-            sizes = zip(range(count), chunk.batch_sizes[:count].tolist(), strict=True)
-            drawn = [(draws.get(slot), size) for slot, size in sizes]
-            masks = self._masks(named, batch_x, drawn, shares[:, 0])
+            masks = self._masks(chunk, draws, named, batch_x, shares[:, 0])
             batch = batch_x, take(y[:count], rows), shares[:, 0], masks
             clipping: list[torch.Tensor]  # the clip factors, where samples are clipped
             gradients, loss, *clipping = gradients_of(named, *batch)
