@@ -263,18 +263,19 @@ def test_an_error_without_frames_of_the_users_shows_all():
 
 
 RELATIONS = {
-    "uniform": (
-        ["privacy.relation=add_remove"],
-        "privacy.relation = 'add_remove': expected replace_one with",
+    "with replacement": (
+        ["selection={kind: multinomial, cohort: 20}", "privacy.relation=add_remove"],
+        "privacy.accountants = 'rdp': expected one that covers the run: draws with replacement are "
+        "covered under replace_one only",
     ),
-    "zero out": (
-        ["privacy.relation=zero_out"],
-        "privacy.relation = 'zero_out': expected replace_one with",
-    ),
-    "secret size": (
-        ["selection={kind: poisson, cohort: 20}", "privacy.relation=replace_one"],
+    "allocation": (
+        [
+            "selection={kind: random_allocation, epoch: 10}",
+            "privacy.relation=replace_one",
+            "privacy.accountants=[pld]",
+        ],
         "privacy.relation = 'replace_one': expected add_remove or zero_out with "
-        "selection.kind poisson",
+        "selection.kind random_allocation",
     ),
     "whose noise": (
         ["selection.kind=full", "privacy.relation=add_remove"],

@@ -357,7 +357,8 @@ def test_what_the_config_alone_tells_is_refused_before_the_data_are_touched():
     ):
         resolve(experiment(selection={"cohort": 51}), prepare=untouched)
     with pytest.raises(ConfigError, match=r"privacy.relation = 'add_remove'"):
-        resolve(experiment(privacy={"relation": "add_remove"}), prepare=untouched)
+        sections = {"selection": {"kind": "full"}, "privacy": {"relation": "add_remove"}}
+        resolve(experiment(**sections), prepare=untouched)
 
 
 def test_queries_whose_answers_nothing_takes_up_are_refused(mine):
