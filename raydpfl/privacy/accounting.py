@@ -187,11 +187,8 @@ def guarantee_against(view: ObserverView, accountant: str, delta: float) -> Guar
     rho = None
     if not view.mechanism.sampling.hidden and guarantee.kind == "rigorous":
         event = view.mechanism.event(view.relation)
-        rho = (
-            None
-            if event.skellam or view.mechanism.laplace
-            else float(event.unamplified(view.rounds)) ** 2 / 2
-        )
+        if not (event.skellam or view.mechanism.laplace):
+            rho = float(event.unamplified(view.rounds)) ** 2 / 2
     return replace(guarantee, curve=partial(tradeoff, *released), rho=rho)
 
 

@@ -27,7 +27,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants import named
 from raydpfl.privacy.accountants.base import Part
 from raydpfl.privacy.accounting import NOISELESS, UNREACHED, covers
-from raydpfl.privacy.guarantee import Guarantee, Observer, Scope
+from raydpfl.privacy.guarantee import Guarantee, Observer, Scope, holding
 from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.privacy.observers import ObserverView, views
 from raydpfl.privacy.repetition import Repetition
@@ -62,14 +62,31 @@ class Composition:
     the way of others, in words.
     """
 
-    runs: tuple[RunRelease, ...]
-    guarantees: tuple[Guarantee, ...]
-    notes: tuple[str, ...]
+    runs: tuple[RunRelease, ...] = ()
+    guarantees: tuple[Guarantee, ...] = ()
+    notes: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, for strict JSON: an infinite number is the string "infinity"."""
-        return {
-            "runs": [run.name for run in self.runs],
+    @property
+    def epsilon(self) -> Guarantee | None:
+        """That which holds against the observer who sees least; None: none does."""
+        return next(iter(holding(self.guarantees)), None)
+
+    def words(self, subject: str) -> str:
+        """What `subject` spends, as a sentence."""
+        held = self.epsilon
+        if held is None:
+            reasons = [*self.notes, *(w for one in self.guarantees for w in one.conditions_failed)]
+            return f"No epsilon covers {subject}: {'; '.join(dict.fromkeys(reasons))}."
+        spent = f"{held.epsilon:.4g} at delta {held.delta:g} (by {held.accountant}, of"
+        observer = ", ".join(filter(None, (held.observer.value, held.sampling.knows)))
+        text = f"Epsilon of {subject}: {spent} {observer})"
+        return "; ".join([text, *self.notes]) + "."
+
+    def to_dict(self, runs: bool = True) -> dict[str, Any]:
+        """Everything, or all but the `runs`, for strict JSON: an infinite number is the string
+        "infinity".
+        """
+        return ({"runs": [run.name for run in self.runs]} if runs else {}) | {
             "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
             "notes": [*self.notes],
         }

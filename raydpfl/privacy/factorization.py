@@ -67,27 +67,23 @@ def square_root(rounds: int, momentum: float = 0.0) -> np.ndarray:
     return np.minimum.accumulate(fftconvolve(root, root * momentum ** np.arange(rounds))[:rounds])
 
 
+@lru_cache(maxsize=64)
 def banded_toeplitz(bands: int, rounds: int, momentum: float = 0.0) -> np.ndarray:
     """The coefficients c of least `error` for participations that are `bands` apart, float64
     [bands], of norm 1, for a server of this momentum, by L-BFGS ([2]). Raises `ConfigError` if
     bands or momentum are out of range.
     """
     _check_shape(bands, rounds, momentum)
-    return _banded(bands, rounds, momentum).copy()
-
-
-@lru_cache(maxsize=64)
-def _banded(bands: int, rounds: int, momentum: float) -> np.ndarray:
     from scipy.optimize import minimize
 
-    steps = np.arange(1, bands)
-    # to start from: the square root of A, 1, 1/2, 3/8, ...
-    root = np.cumprod((2 * steps - 1) / (2 * steps))
+    root = square_root(bands)[1:]  # to start from
     options = {"ftol": 1e-15, "gtol": 1e-9}
     workload = (_workload(rounds, momentum),)
     optimum = minimize(_log_error, root, workload, jac=True, method="L-BFGS-B", options=options)
     c = np.concatenate([[1.0], optimum.x])
-    return c / np.linalg.norm(c)
+    c /= np.linalg.norm(c)
+    c.setflags(write=False)
+    return c
 
 
 def buffered(decays: Coefficients, scales: Coefficients, rounds: int) -> np.ndarray:
@@ -98,6 +94,7 @@ def buffered(decays: Coefficients, scales: Coefficients, rounds: int) -> np.ndar
     return np.concatenate([[1.0], np.asarray(scales, float) @ powers])
 
 
+@lru_cache(maxsize=64)
 def buffered_toeplitz(
     buffers: int, rounds: int, momentum: float = 0.0, separation: int = 1, participations: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -108,14 +105,6 @@ def buffered_toeplitz(
     if not 1 <= buffers <= 20:
         raise ConfigError("buffers", buffers, "an integer from 1 to 20")
     _check_shape(1, rounds, momentum)
-    decays, scales = _buffered(buffers, rounds, momentum, separation, participations)
-    return decays.copy(), scales.copy()
-
-
-@lru_cache(maxsize=64)
-def _buffered(
-    buffers: int, rounds: int, momentum: float, separation: int, participations: int
-) -> tuple[np.ndarray, np.ndarray]:
     from scipy.optimize import minimize
     from scipy.special import expit, logit
 
@@ -153,7 +142,10 @@ def _buffered(
     assert best is not None
     decays, scales = of(best)
     order = np.argsort(decays)
-    return decays[order], scales[order]
+    decays, scales = decays[order], scales[order]
+    for values in (decays, scales):
+        values.setflags(write=False)
+    return decays, scales
 
 
 def _check_shape(bands: int, rounds: int, momentum: float) -> None:

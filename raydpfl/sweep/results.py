@@ -14,9 +14,8 @@ import pyarrow as pa
 
 from raydpfl.experiment import Experiment
 from raydpfl.models.metric_columns import CLIENT, TEST, VALIDATION, named, number, set_of
-from raydpfl.privacy import column
+from raydpfl.privacy import Composition, column
 from raydpfl.report.labels import counted, edge
-from raydpfl.sweep.search_privacy import Spending
 from raydpfl.sweep.search_runner import SearchResult
 from raydpfl.sweep.spaces import Options
 from raydpfl.sweep.sweep import Sweep, text_of
@@ -56,7 +55,7 @@ def gather(
     sweep: Sweep,
     over: bool,
     facts: dict[str, Any],
-    spent: Spending | None = None,
+    spent: Composition | None = None,
 ) -> SweepResult:
     """The result so far, or, when the sweep is `over`, the result. `facts` go into the summary, and
     what the search has `spent`. Of a private search the result has the best setting alone.
@@ -96,7 +95,7 @@ def gather(
         "choice": statement(settings, sweep, runs, best is not None or not over, spent),
     }
     if spent:
-        summary |= spent.to_dict()
+        summary |= spent.to_dict(runs=False)
     if best:
         seeds = [trial.seed for trial in best.trials]
         summary["best"] = {"values": best.values, **_reached(best, settings, sweep), "seeds": seeds}
@@ -194,7 +193,7 @@ def statement(
     sweep: Sweep,
     runs: Runs,
     chosen: bool = True,
-    spent: Spending | None = None,
+    spent: Composition | None = None,
 ) -> str:
     """What the choice of the best is worth, in words; `chosen`: there is one; `spent` by all.
 
@@ -238,7 +237,7 @@ def leaves_out(metric: str, experiment: Experiment) -> str:
     return f" It leaves out the {named(metric)}, exact answers about the clients' rows."
 
 
-def _of_a_private_search(sweep: Sweep, chosen: bool, spent: Spending | None) -> str:
+def _of_a_private_search(sweep: Sweep, chosen: bool, spent: Composition | None) -> str:
     """As `statement`."""
     assert sweep.search.private
     runs = sweep.search.private.repetition()

@@ -20,6 +20,7 @@ from raydpfl import storage
 from raydpfl.core import signals
 from raydpfl.errors import ConfigError
 from raydpfl.models.metric_columns import set_of
+from raydpfl.privacy import Composition
 from raydpfl.report.labels import counted
 from raydpfl.simulation import user_code
 from raydpfl.simulation.resolution import resolve
@@ -27,7 +28,7 @@ from raydpfl.storage.run_files import replace_file
 from raydpfl.sweep.optuna import Dashboard, guided, optuna
 from raydpfl.sweep.resources import Resources
 from raydpfl.sweep.results import SweepResult, gather, score
-from raydpfl.sweep.search_privacy import Spending, of_all, of_the_best
+from raydpfl.sweep.search_privacy import of_all, of_the_best
 from raydpfl.sweep.search_runner import SearchRunner, remove_file
 from raydpfl.sweep.sweep import Sweep
 from raydpfl.sweep.trials import SearchSetting
@@ -89,7 +90,7 @@ class SweepRunner(SearchRunner):
         self.settings: list[SearchSetting] = []
         self._guided = guided(sweep, self._add)
         self._root: Path | None = None
-        self._spent: Spending | None = None  # by the whole search
+        self._spent: Composition | None = None  # by the whole search
         self._dashboard: Dashboard | None = None
 
     def check(self, resources: Resources) -> None:

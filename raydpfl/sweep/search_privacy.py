@@ -5,53 +5,21 @@ less where the best of a random number of trials is released alone (`sweep.priva
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from raydpfl.config.yaml import read
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
-from raydpfl.privacy import Composition, Guarantee, holding
+from raydpfl.privacy import Composition
 from raydpfl.simulation.composed_runs import StoredRun, best_of_trials, compose_trials
 from raydpfl.sweep.spaces import Interval
 from raydpfl.sweep.sweep import Sweep
 from raydpfl.sweep.trials import Trial, trained
 
 
-@dataclass(frozen=True)
-class Spending:
-    """What a search spends: `guarantees` for those whose data it is of, and why there are none, or
-    not all, in words.
-    """
-
-    guarantees: tuple[Guarantee, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def epsilon(self) -> Guarantee | None:
-        """That which holds against the observer who sees least; None: none does."""
-        return next(iter(holding(self.guarantees)), None)
-
-    def words(self, subject: str) -> str:
-        """What `subject` spends, as a sentence."""
-        held = self.epsilon
-        if held is None:
-            reasons = [*self.notes, *(w for one in self.guarantees for w in one.conditions_failed)]
-            return f"No epsilon covers {subject}: {'; '.join(dict.fromkeys(reasons))}."
-        spent = f"{held.epsilon:.4g} at delta {held.delta:g} (by {held.accountant}, of"
-        observer = ", ".join(filter(None, (held.observer.value, held.sampling.knows)))
-        text = f"Epsilon of {subject}: {spent} {observer})"
-        return "; ".join([text, *self.notes]) + "."
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
-            "notes": [*self.notes],
-        }
-
-
-def of_the_best(sweep: Sweep, data_root: Path | None) -> Spending:
+def of_the_best(sweep: Sweep, data_root: Path | None) -> Composition:
     """What a private search spends, before it begins: its trials are drawn among `Sweep.support`.
     Raises `ConfigError` for several relations or deltas, and for an interval that the noise of a
     trial depends on.
@@ -68,12 +36,12 @@ def of_the_best(sweep: Sweep, data_root: Path | None) -> Spending:
             if len({*map(frozenset, releases.values())}) > 1:
                 expected = "a grid with sweep.private, which accounts for the noise of each value"
                 raise ConfigError(key, [space.low, space.high], expected)
-    return Spending(joint.guarantees, joint.notes)
+    return joint
 
 
 def of_all(
     trials: Sequence[Trial], folder: Path, sweep: Sweep, data_root: Path | None
-) -> Spending | None:
+) -> Composition | None:
     """What all runs in the directory of a search have spent together; None: none was private."""
     own = {trial.folder.name for trial in trials}
     runs = [(trial.folder, trial.experiment) for trial in trials]
@@ -82,14 +50,14 @@ def of_all(
         # what was tried before the config was changed
         runs += [(path, Experiment.from_dict(read(path / "config.yaml"))) for path in others]
     except ConfigError as error:
-        return Spending(notes=(f"a run in trials/ cannot be read ({error})",))
+        return Composition(notes=(f"a run in trials/ cannot be read ({error})",))
     # proposals depend on the results, and so does a change of the config
     return together(runs, data_root, sweep.search.search == "optuna" or bool(others))
 
 
 def together(
     runs: Iterable[tuple[Path, Experiment]], data_root: Path | None, adaptive: bool = False
-) -> Spending | None:
+) -> Composition | None:
     """What runs spend together, those that have begun: (directory, experiment) of each. None: none
     of them was private.
     """
@@ -111,11 +79,11 @@ def together(
     try:
         joint = compose_trials([*longest.values()], data_root, adaptive)
     except ConfigError as error:
-        return Spending(notes=(error.expected,))
+        return Composition(notes=(error.expected,))
     return _worst(joint)
 
 
-def _worst(joint: Sequence[Composition]) -> Spending:
+def _worst(joint: Sequence[Composition]) -> Composition:
     """Of the clients of each seed that divides the rows in its own way, those that spend most."""
 
     def spent(one: Composition) -> float:
@@ -128,4 +96,4 @@ def _worst(joint: Sequence[Composition]) -> Spending:
             f"that is of the clients of one seed, as each of {len(joint)} divides the rows in its "
             "own way (data.seed: the same)",
         )
-    return Spending(worst.guarantees, notes)
+    return replace(worst, notes=notes)

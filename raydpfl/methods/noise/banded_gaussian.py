@@ -11,12 +11,12 @@ from pydantic import Field, model_validator
 from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
 from raydpfl.methods.noise.base import NoiseSource
-from raydpfl.methods.noise.correlated import CorrelatedGaussian, ReplayedSource
+from raydpfl.methods.noise.correlated import ReplayedSource, ToeplitzGaussian
 from raydpfl.methods.noise.keyed_noise import server_noise
-from raydpfl.privacy.factorization import banded_toeplitz, toeplitz_squares
+from raydpfl.privacy.factorization import banded_toeplitz
 
 
-class BandedGaussian(CorrelatedGaussian):
+class BandedGaussian(ToeplitzGaussian):
     """Correlated noise y = C^-1 z on the sum, drawn by the server: C banded lower-triangular
     Toeplitz, z of N(0, std^2 I) (DP-FTRL with banded matrix factorisation, Choquette-Choo et al.
     2023).
@@ -46,15 +46,12 @@ class BandedGaussian(CorrelatedGaussian):
         return self
 
     def source(self, seed: int, d: int) -> NoiseSource:
-        return BandedSource(seed, self._coefficients, d)
-
-    def whitening(self, t: int) -> np.ndarray:
-        return np.array(self._coefficients[: t + 1])
-
-    @property
-    def _coefficients(self) -> tuple[float, ...]:
         assert self.coefficients is not None
-        return self.coefficients
+        return BandedSource(seed, self.coefficients, d)
+
+    def column(self, rounds: int) -> np.ndarray:
+        assert self.coefficients is not None
+        return np.array(self.coefficients)
 
     def span(self) -> int:
         return self.bands
@@ -74,9 +71,6 @@ class BandedGaussian(CorrelatedGaussian):
         # resolved again, it is the same to the last bit
         c = c if abs(norm - 1) < 1e-12 else c / norm
         return self.model_copy(update={"coefficients": tuple(c.tolist())})
-
-    def squares(self, rounds: int, separation: int, participations: int) -> np.ndarray:
-        return toeplitz_squares(self._coefficients, rounds, separation, participations)
 
 
 class BandedSource(ReplayedSource):

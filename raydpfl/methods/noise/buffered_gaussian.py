@@ -12,12 +12,12 @@ from pydantic import Field, model_validator
 from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
 from raydpfl.methods.noise.base import NoiseSource
-from raydpfl.methods.noise.correlated import CorrelatedGaussian, ReplayedSource
+from raydpfl.methods.noise.correlated import ReplayedSource, ToeplitzGaussian
 from raydpfl.methods.noise.keyed_noise import server_noise
-from raydpfl.privacy.factorization import buffered, buffered_toeplitz, toeplitz_squares
+from raydpfl.privacy.factorization import buffered, buffered_toeplitz
 
 
-class BufferedGaussian(CorrelatedGaussian):
+class BufferedGaussian(ToeplitzGaussian):
     """Correlated noise by a buffered linear Toeplitz matrix (BLT; Dvijotham et al. 2024; McMahan,
     Xu and Zhang 2024): C has the first column norm x (1, s_0, s_1, ...) with s_j = sum over the
     buffers of scale x decay^j, of norm 1 over all rounds.
@@ -59,11 +59,7 @@ class BufferedGaussian(CorrelatedGaussian):
         assert self.decays is not None and self.scales is not None and self.norm is not None
         return BufferedSource(seed, self.decays, self.scales, self.norm, d)
 
-    def whitening(self, t: int) -> np.ndarray:
-        return self._column(1 << t.bit_length())[: t + 1]
-
-    def _column(self, rounds: int) -> np.ndarray:
-        """The first column of C, float64 [rounds]."""
+    def column(self, rounds: int) -> np.ndarray:
         assert self.decays is not None and self.scales is not None and self.norm is not None
         return _column(self.decays, self.scales, rounds) / self.norm
 
@@ -75,9 +71,6 @@ class BufferedGaussian(CorrelatedGaussian):
             decays, scales = (tuple(values.tolist()) for values in best)
         norm = self.norm or float(np.linalg.norm(_column(decays, scales, setting.rounds)))
         return self.model_copy(update={"decays": decays, "scales": scales, "norm": norm})
-
-    def squares(self, rounds: int, separation: int, participations: int) -> np.ndarray:
-        return toeplitz_squares(self._column(rounds), rounds, separation, participations)
 
 
 @lru_cache(maxsize=8)

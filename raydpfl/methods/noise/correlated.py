@@ -14,7 +14,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.methods.noise.base import NoiseSource
 from raydpfl.methods.noise.gaussian import Gaussian
 from raydpfl.privacy import Mechanism, Sampling
-from raydpfl.privacy.factorization import covered
+from raydpfl.privacy.factorization import covered, toeplitz_squares
 
 
 class CorrelatedGaussian(Gaussian):
@@ -68,6 +68,22 @@ class CorrelatedGaussian(Gaussian):
             return outline
         most = setting.min_separation, setting.most_participations
         return replace(outline, squares=tuple(noise.squares(setting.rounds, *most).tolist()))
+
+
+class ToeplitzGaussian(CorrelatedGaussian):
+    """Base of correlated noise by a Toeplitz matrix: a member gives `column` for `squares` and
+    `whitening`.
+    """
+
+    def column(self, rounds: int) -> np.ndarray:
+        """Of `fitted` noise, the first column of C in so many rounds, as far as it is not 0."""
+        raise NotImplementedError
+
+    def whitening(self, t: int) -> np.ndarray:
+        return self.column(1 << t.bit_length())[: t + 1]
+
+    def squares(self, rounds: int, separation: int, participations: int) -> np.ndarray:
+        return toeplitz_squares(self.column(rounds), rounds, separation, participations)
 
 
 class ReplayedSource(NoiseSource):

@@ -10,14 +10,14 @@ from pydantic import Field
 from raydpfl.config.setting import Setting
 from raydpfl.core.prng import Purpose, normals
 from raydpfl.methods.noise.base import NoiseSource
-from raydpfl.methods.noise.correlated import CorrelatedGaussian
-from raydpfl.privacy.factorization import square_root, toeplitz_squares
+from raydpfl.methods.noise.correlated import ToeplitzGaussian
+from raydpfl.privacy.factorization import square_root
 
 KEPT = 1 << 26  # bytes of normals that are kept; more are drawn again in every round
 TOGETHER = 8  # rounds whose normals are added up as one
 
 
-class SquareRootGaussian(CorrelatedGaussian):
+class SquareRootGaussian(ToeplitzGaussian):
     """Correlated noise by the full square root C of the sums so far, C C = A (Fichtenberger,
     Henzinger and Upadhyay 2023; Kalinin and Lampert 2024), scaled to a first column of norm 1 over
     all rounds. With a server of momentum A is that of the sums of velocities.
@@ -40,11 +40,7 @@ class SquareRootGaussian(CorrelatedGaussian):
         assert self.momentum is not None and self.norm is not None
         return SquareRootSource(seed, self.momentum, self.norm, d)
 
-    def whitening(self, t: int) -> np.ndarray:
-        return self._column(1 << t.bit_length())[: t + 1]
-
-    def _column(self, rounds: int) -> np.ndarray:
-        """The first column of C, float64 [rounds]."""
+    def column(self, rounds: int) -> np.ndarray:
         assert self.momentum is not None and self.norm is not None
         return _root(rounds, self.momentum) / self.norm
 
@@ -52,9 +48,6 @@ class SquareRootGaussian(CorrelatedGaussian):
         momentum = setting.momentum if self.momentum is None else self.momentum
         norm = self.norm or float(np.linalg.norm(_root(setting.rounds, momentum)))
         return self.model_copy(update={"momentum": momentum, "norm": norm})
-
-    def squares(self, rounds: int, separation: int, participations: int) -> np.ndarray:
-        return toeplitz_squares(self._column(rounds), rounds, separation, participations)
 
 
 @lru_cache(maxsize=8)

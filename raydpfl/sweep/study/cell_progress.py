@@ -8,7 +8,7 @@ from typing import Any
 
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.experiment import Experiment
-from raydpfl.sweep.search_privacy import Spending
+from raydpfl.privacy import Composition
 from raydpfl.sweep.spaces import points
 from raydpfl.sweep.study.cells import StudyCell
 from raydpfl.sweep.study.schema import Study
@@ -27,7 +27,7 @@ class CellProgress:
     tries: list[SearchSetting] = field(default_factory=list)  # of one trial each
     chosen: SearchSetting | None = None  # of `tries`
     final: SearchSetting | None = None
-    spent: Spending | None = None  # by all of `tries`, once the study is over; None: no privacy
+    spent: Composition | None = None  # by all of `tries`, once the study is over; None: no privacy
     problem: str | None = None  # why it can come to no result
 
     @property
