@@ -288,7 +288,8 @@ def tree_squares(
         for height in reversed(range(size.bit_length())):
             if size >> height & 1:
                 best = nodes.then(best, height)
-    return best.max(1)[1:]
+    # where the last must be in an incomplete node, one more may come to less
+    return np.maximum.accumulate(best.max(1)[1:])
 
 
 class _Nodes:

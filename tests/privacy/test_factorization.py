@@ -152,16 +152,16 @@ def test_no_pattern_of_participations_passes_the_sensitivity_and_one_attains_it(
     assert claimed == pytest.approx(most.max(), rel=1e-12)
 
 
-@pytest.mark.parametrize("restart", [None, 1, 5, 8])
+@pytest.mark.parametrize("restart", [None, 1, 4, 5, 8])
 @pytest.mark.parametrize(
     "rounds, separation, participations",
-    [(1, 1, 1), (9, 1, 3), (13, 2, 5), (16, 3, 5), (21, 4, 4), (16, 7, 3), (12, 20, 2)],
+    [(1, 1, 1), (9, 1, 3), (13, 2, 5), (13, 3, 5), (16, 3, 5), (21, 4, 4), (16, 7, 3), (12, 20, 2)],
 )
 def test_no_pattern_of_participations_passes_the_squares_of_a_tree_and_one_attains_them(
     rounds, separation, participations, restart
 ):
     """Brute force: (participations)^2 over all complete nodes. At 16, 3, 5 the earliest rounds are
-    not the worst.
+    not the worst; at 13, 3, 5 in trees of 4, five come to less than four.
     """
     block = restart or rounds
     most = np.zeros(participations + 1)
@@ -177,8 +177,9 @@ def test_no_pattern_of_participations_passes_the_squares_of_a_tree_and_one_attai
             total += sum(places.count(node) ** 2 for node, end in ends.items() if end)
         most[len(pattern)] = max(most[len(pattern)], total)
     squares = tree_squares(rounds, separation, participations, restart)
+    most = np.maximum.accumulate(most)
     assert squares.tolist() == most[1 : len(squares) + 1].tolist()
-    assert not most[len(squares) + 1 :].any()
+    assert (most[len(squares) :] == most[-1]).all()
 
 
 def test_the_production_statements_have_their_epsilons():
