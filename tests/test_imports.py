@@ -95,3 +95,15 @@ def test_the_commands_are_there_and_a_study_is_read_without_ray_and_matplotlib()
     code = f"import sys, {READING}; print(sorted({{'ray', 'matplotlib'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_budget_question_by_options_imports_no_torch():
+    code = """
+import sys
+from raydpfl.cli.app import main
+main()
+print(sorted({"ray", "torch", "matplotlib"} & set(sys.modules)))
+"""
+    question = "budget --population 50 --cohort 5 --rounds 9 --noise-multiplier 2".split()
+    done = subprocess.run([sys.executable, "-c", code, *question], capture_output=True, text=True)
+    assert done.stdout.endswith("\n[]\n"), done.stderr

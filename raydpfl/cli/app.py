@@ -489,7 +489,6 @@ def budget(
     """Epsilon from noise, noise from epsilon, or rounds from both, by every accountant."""
     from raydpfl.cli import budget_display
     from raydpfl.privacy import calculator
-    from raydpfl.simulation import planned_guarantee
 
     stated = {
         name: value
@@ -505,6 +504,7 @@ def budget(
             raise ConfigError(f"--{name.replace('_', '-')}", stated[name], expected)
         _load()
         from raydpfl.experiment import Experiment
+        from raydpfl.simulation import planned_guarantee
 
         imports = set(Experiment.model_fields) - {"model", "server"}
         with _kept(config, trust_code):

@@ -16,7 +16,6 @@ from raydpfl.privacy.calculator import MOST_ROUNDS, Answer, Budget, PersonalBudg
 from raydpfl.privacy.guarantee import SHARES
 from raydpfl.privacy.papers import PAPERS
 from raydpfl.privacy.tradeoff import LOW_RATE
-from raydpfl.report.labels import accountant
 
 MOST_ROWS = 5  # clients that are shown
 PROFILE = (0.0, 0.25, 0.5, 1.0, 1.5)  # of the stated epsilon, where delta is shown
@@ -178,6 +177,8 @@ def _of_clients(budget: PersonalBudget) -> Iterator[RenderableType]:
 
 def _columns(budget: PersonalBudget) -> dict[str, str]:
     """The columns that are shown, with their headings."""
+    from raydpfl.report.labels import accountant  # which takes 3 s, for torch
+
     names = {"participations": "rounds", "noise_std": "std", "epsilon_claimed": ""}
     for name in budget.rows[0] if budget.rows else ():
         if "epsilon_" in name:
