@@ -60,9 +60,11 @@ from raydpfl.privacy.sampling import Sampling, scheme_of
 from raydpfl.privacy.types import Placement, Relation
 
 Unknown = Literal["epsilon", "noise", "rounds"]
-INTEGER_NOISES: dict[str, tuple[type[IntegerNoise], ...]] = {  # the default placement first
+# how sums are taken of integers, if they are, the default placement first
+NOISES: dict[str, tuple[type[IntegerNoise], ...]] = {
     "discrete_gaussian": (IntegerNoise, DistributedDiscreteGaussian),
     "skellam": (SkellamNoise,),
+    "laplace": (),
 }
 LARGE = 1e12  # a noise multiplier next to which the sums of rounds show nothing
 RIGOROUS = ("pld", "rdp")
@@ -499,9 +501,8 @@ def of_clients(
         scheme.kind, population, cast(int, size), epoch=epoch, per_epoch=per_epoch, cap=cap
     )
     # auto: the clients, unless their part of the noise would depend on a secret
-    laplace = noise == "laplace"
-    of_integers = None if laplace else noise
-    integers = INTEGER_NOISES.get(of_integers or "skellam", (SkellamNoise,))
+    integers = NOISES.get(noise or "skellam", (SkellamNoise,))
+    laplace = not integers
     of_server = laplace or not integers[0].by_clients
     by_server = who.size_secret or strategy or of_server
     auto: Placement = "server" if by_server else "client"
@@ -530,8 +531,8 @@ def of_clients(
         )
     elif separation != 1:
         raise ConfigError("separation", separation, "1 without a strategy")
-    if of_integers is not None:
-        integer = _integers(mechanism, of_integers, bits, parameters, strategy)
+    if noise is not None and not laplace:
+        integer = _integers(mechanism, noise, bits, parameters, strategy)
         mechanism = replace(mechanism, integer=integer)
     return Budget(mechanism, asked, delta, unknown, epsilon, participations=participations, v=v)
 
@@ -569,10 +570,11 @@ def _integers(
     mechanism: Mechanism, noise: str, bits: int, parameters: int | None, strategy: str | None
 ) -> IntegerNoise:
     """How sums are taken of integers."""
-    if noise not in INTEGER_NOISES:
-        expected = f"{', '.join(INTEGER_NOISES)} or laplace; of itself noise is Gaussian"
+    if noise not in NOISES:
+        *names, last = NOISES
+        expected = f"{', '.join(names)} or {last}; of itself noise is Gaussian"
         raise ConfigError("noise", noise, expected)
-    placed = (of for of in INTEGER_NOISES[noise] if of.by_clients == mechanism.distributed)
+    placed = (of for of in NOISES[noise] if of.by_clients == mechanism.distributed)
     of = next(placed, None)
     if of is None:
         raise ConfigError("placement", mechanism.placement, f"client, with noise {noise}")

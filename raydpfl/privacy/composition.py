@@ -196,9 +196,12 @@ def _parts(seen: Sequence[ObserverView]) -> list[Part]:
 def best_of(
     repetition: Repetition, runs: Sequence[RunRelease], delta: float, accountants: Sequence[str]
 ) -> Composition:
-    """What holds for one client against an observer of the best of a random number of runs, each
-    drawn at random among `runs` with cohorts and noise of its own (`raydpfl.privacy.repetition`).
-    The other arguments and the errors are those of `together`.
+    """What holds for one client against an observer of the best of a random number of runs.
+
+    Args:
+        repetition: the distribution of that number.
+        runs: each is drawn at random among these, with cohorts and noise of its own.
+        delta, accountants: as, and the errors are, those of `together`.
     """
     guarantees = []
     for name in accountants:
