@@ -328,20 +328,28 @@ def _transform(loss: LossDistribution, size: int) -> tuple[np.ndarray, np.ndarra
 
 def _chernoff(parts: Sequence[_Part], sign: int, surprise: float, orders: np.ndarray) -> np.ndarray:
     """What sums of losses are above (`sign` 1) or below (-1; both as a size) with probability at
-    most e^-surprise, for all numbers of rounds, by the best of some orders. The bound (n K(order) +
-    surprise) / order, K convex, first falls and then rises with the order, and more rounds are
-    served best by a smaller one: orders are tried from the best for most to that for fewest rounds.
+    most e^-surprise, for all numbers of rounds, by the best of some orders.
     """
 
-    @cache
     def bound(i: int) -> np.ndarray:
         order = orders[i]
         exponent = sum(n * _log_sum(logs + sign * order * index) for logs, index, n in parts)
         return np.asarray((exponent + surprise) / order)
 
-    rising = range(len(orders) - 1)
+    return least_bound(bound, len(orders))
+
+
+def least_bound(bound: Callable[[int], np.ndarray], orders: int) -> np.ndarray:
+    """The least of Chernoff bounds for numbers of rounds that rise, float64 [numbers], `bound(i)`
+    that by order i of so many. The bound (n K(order) + surprise) / order, K convex, first falls and
+    then rises with the order, and more rounds are served best by a smaller one: orders are tried
+    from the best for most to that for fewest rounds.
+    """
+    bound = cache(bound)
     first, last = sorted(
-        bisect_left(rising, True, key=lambda i: bool(bound(i)[place] <= bound(i + 1)[place]))
+        bisect_left(
+            range(orders - 1), True, key=lambda i: bool(bound(i)[place] <= bound(i + 1)[place])
+        )
         for place in (-1, 0)
     )
     return np.min([bound(i) for i in range(first, last + 1)], axis=0)

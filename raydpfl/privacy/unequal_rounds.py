@@ -17,9 +17,7 @@ True
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 
 import numpy as np
 
@@ -127,7 +125,6 @@ class Rounds:
         ends = []
         for sign in (1, -1):
 
-            @cache
             def bound(i: int, sign: int = sign) -> np.ndarray:
                 means = np.array(
                     [
@@ -138,15 +135,7 @@ class Rounds:
                 spent = np.logaddexp.reduce(shared + means[:levels], axis=1).cumsum()
                 return (spent[first - 1 :] + means[levels:].sum() + surprise) / orders[i]
 
-            # it first falls and then rises with the order, and more rounds ask for a smaller one
-            low, high = sorted(
-                bisect_left(
-                    range(_ORDERS - 1), True, key=lambda i: bool(bound(i)[at] <= bound(i + 1)[at])
-                )
-                for at in (-1, 0)
-            )
-            least = np.min([bound(i) for i in range(low, high + 1)], axis=0)
-            ends.append(np.ceil(np.minimum(least, largest)).astype(int))
+            ends.append(np.ceil(np.minimum(pld.least_bound(bound, _ORDERS), largest)).astype(int))
         return np.maximum(ends[0], 1), np.minimum(-ends[1], 0)
 
 
