@@ -7,10 +7,10 @@ draw depends on a rounded number, so that the distribution is that of the defini
 rational arithmetic of Canonne, Kamath and Steinke (2020). A table of the function's first 63 bits
 makes it one search per number.
 
->>> integers = DiscreteGaussian(3.0)
+>>> integers = DiscreteGaussianDistribution(3.0)
 >>> integers.sample(np.random.Philox(7).random_raw, 6)
 array([ 2., -2., -1.,  1., -1.,  2.])
->>> Skellam(3.0).variance  # in units of the integers, squared
+>>> SkellamDistribution(3.0).variance  # in units of the integers, squared
 9.0
 """
 
@@ -121,7 +121,7 @@ class Distribution:
         return -sign * ndtri(np.maximum(tail, 1e-300))
 
 
-class DiscreteGaussian(Distribution):
+class DiscreteGaussianDistribution(Distribution):
     """P[X = k] in proportion to exp(-k^2 / (2 std^2)) (Canonne, Kamath, Steinke 2020, Def. 1). Its
     variance is below std^2, by less than one part in 10^6 from std 1 on (Corollary 9).
     """
@@ -138,7 +138,7 @@ class DiscreteGaussian(Distribution):
             ratio *= square
 
 
-class Skellam(Distribution):
+class SkellamDistribution(Distribution):
     """The difference of two Poisson numbers of mean std^2 / 2: P[X = k] = e^-v I_k(v), v = std^2,
     with the modified Bessel functions of integer order. The sum of n independent ones has n times
     the variance, and is Skellam too.
@@ -164,15 +164,15 @@ class Skellam(Distribution):
 
 
 @lru_cache(maxsize=8)
-def discrete_gaussian(std: float) -> DiscreteGaussian:
-    """`DiscreteGaussian(std)`, whose table is kept."""
-    return DiscreteGaussian(std)
+def discrete_gaussian(std: float) -> DiscreteGaussianDistribution:
+    """`DiscreteGaussianDistribution(std)`, whose table is kept."""
+    return DiscreteGaussianDistribution(std)
 
 
 @lru_cache(maxsize=8)
-def skellam(std: float) -> Skellam:
-    """`Skellam(std)`, whose table is kept."""
-    return Skellam(std)
+def skellam(std: float) -> SkellamDistribution:
+    """`SkellamDistribution(std)`, whose table is kept."""
+    return SkellamDistribution(std)
 
 
 def _context(digits: int) -> Context:

@@ -33,7 +33,7 @@ from raydpfl.simulation import provenance
 from raydpfl.simulation.plan import SHOWS, Plan
 from raydpfl.simulation.scheduler import chunk_width, held_at_once
 from raydpfl.training.backend_choice import choose_backend
-from raydpfl.training.backend_timing import StepTimes, Work
+from raydpfl.training.backend_timing import StepTimes, Workload
 from raydpfl.training.backends import BACKENDS
 from raydpfl.training.validation import check_counts
 
@@ -73,7 +73,7 @@ def _client(
     if chunk == "auto":
         most = held_at_once(local, shards, form, module, gpus) if gpus > 0 else None
         chunk = chunk_width(cohort, most)
-    work = Work.of(local, shards.sizes, chunk, cohort, experiment.rounds)
+    work = Workload.of(local, shards.sizes, chunk, cohort, experiment.rounds)
     times = None
     if gpus == 0:
         times = StepTimes(module, local, form, bound, client.precision, work)

@@ -27,7 +27,7 @@ ENOUGH = 0.3  # seconds of a run after which there is no other; one of many clie
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What a run trains."""
 
     clients: int  # that a chunk holds, where a backend trains several at once
@@ -35,7 +35,9 @@ class Work:
     steps: float  # of all clients in all rounds
 
     @classmethod
-    def of(cls, local: Local, sizes: np.ndarray, clients: int, cohort: float, rounds: int) -> Work:
+    def of(
+        cls, local: Local, sizes: np.ndarray, clients: int, cohort: float, rounds: int
+    ) -> Workload:
         """Of cohorts of clients with `sizes` rows, int64 [N]."""
         some = np.maximum(sizes[:: max(1, len(sizes) // 10_000)], 1)
         steps = 1.0 if local.trains else float(local.step_counts(some).mean())
@@ -54,7 +56,7 @@ class StepTimes:
         form: Form,
         clip: float | None,
         precision: Precision,
-        work: Work,
+        work: Workload,
     ):
         self.module = module
         self.steps = 1 if local.trains else STEPS

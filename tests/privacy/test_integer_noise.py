@@ -10,7 +10,11 @@ from dp_accounting.pld import privacy_loss_distribution as library
 from scipy.special import ive, ndtri
 from scipy.stats import chisquare, skellam
 
-from raydpfl.core.integer_distributions import BITS, DiscreteGaussian, Skellam
+from raydpfl.core.integer_distributions import (
+    BITS,
+    DiscreteGaussianDistribution,
+    SkellamDistribution,
+)
 from raydpfl.core.modular_sum import ModularSum, hadamard
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.privacy import Mechanism, Query, Sampling, covers, delta, epsilon, pld, rdp
@@ -35,7 +39,7 @@ def skellam_masses(std, most):
     return ive(np.arange(most + 1), std**2)
 
 
-EXACT = ((DiscreteGaussian, gaussian_masses), (Skellam, skellam_masses))
+EXACT = ((DiscreteGaussianDistribution, gaussian_masses), (SkellamDistribution, skellam_masses))
 
 
 @pytest.mark.parametrize("cls, masses", EXACT)
@@ -58,7 +62,7 @@ def test_a_table_is_the_distribution_and_draws_follow_it(cls, masses, std):
     )
 
 
-@pytest.mark.parametrize("cls", [DiscreteGaussian, Skellam])
+@pytest.mark.parametrize("cls", [DiscreteGaussianDistribution, SkellamDistribution])
 def test_draws_that_the_first_bits_do_not_decide_are_by_more_of_them(cls):
     """Every beginning of 6 bits, against the inverse of the function by a search."""
     distribution = cls(2.3)
@@ -73,7 +77,7 @@ def test_draws_that_the_first_bits_do_not_decide_are_by_more_of_them(cls):
 
 
 def test_words_that_equal_a_threshold_are_not_taken_for_decided():
-    distribution = DiscreteGaussian(2.3)
+    distribution = DiscreteGaussianDistribution(2.3)
     threshold = int(distribution._thresholds[3])
     words = iter([[np.uint64(threshold << 1)], [np.uint64(0)], [np.uint64(2**64 - 1)]])
     sizes = {int(distribution.sample(lambda n: np.array(next(words)), 1)[0]) for _ in range(1)}

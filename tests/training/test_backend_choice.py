@@ -36,7 +36,7 @@ from raydpfl.methods.local import Adam, Sam, Scaffold, Sgd
 from raydpfl.models.linear_stack import NoStack, stack
 from raydpfl.training import backend_check, validation
 from raydpfl.training.backend_choice import choose_backend
-from raydpfl.training.backend_timing import StepTimes, Work
+from raydpfl.training.backend_timing import StepTimes, Workload
 from raydpfl.training.backends import BACKENDS, convolutional, fused, ghost_clipping, vmap
 from raydpfl.training.backends.ghost_clipping import Layerwise, NotLayerwise
 from raydpfl.training.trainer import Trainer
@@ -537,7 +537,7 @@ def test_a_backend_that_clips_slightly_wrong_is_noticed(backend, name, fault, mo
 
 def timed(module, local, seconds, steps=1e6):
     """Step times that were measured, by backend."""
-    times = StepTimes(module, local, form(SHAPE), None, "float32", Work(8, 20, steps))
+    times = StepTimes(module, local, form(SHAPE), None, "float32", Workload(8, 20, steps))
     times.of = lambda backend, at_most=0.0: seconds[backend]
     return times
 
@@ -587,6 +587,6 @@ class Slow(nn.Linear):
 )
 def test_a_step_is_timed_by_what_it_takes(local, clip):
     module = nn.Sequential(nn.Flatten(), Slow(72, CLASSES))
-    times = StepTimes(module, local, form(SHAPE), clip, "float32", Work(10, 20, 1.0))
+    times = StepTimes(module, local, form(SHAPE), clip, "float32", Workload(10, 20, 1.0))
     assert times.of("loop") >= (0.02 if clip is None else 0.08)
     assert times.of("vmap") < times.of("loop")  # several clients at once

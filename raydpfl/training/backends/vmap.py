@@ -24,7 +24,7 @@ from raydpfl.core.device import index
 from raydpfl.methods.local.base import Local
 from raydpfl.models.tasks import Task
 from raydpfl.training.backends.base import ALL, Backend, Block, ChunkData, Rule, clip_factors, take
-from raydpfl.training.layers.dropout import Dropout, Dropped, Record, draw
+from raydpfl.training.layers.dropout import Dropout, DropoutCall, Record, draw
 
 # the form of attention whose gradient torch can take of all clients at once: of the others it has
 # no batching rule, and would go through the clients one by one
@@ -159,7 +159,7 @@ class Vmap(Backend):
         self._by_sample = vmap(
             grad_and_value(self._loss), in_dims=(None, 0, 0, None, 0), randomness="error"
         )
-        self._dropped: list[Dropped] | None = None  # in a batch; None: not yet known
+        self._dropped: list[DropoutCall] | None = None  # in a batch; None: not yet known
 
     def _outputs(self, named: Named, x: torch.Tensor, masks: Masks) -> torch.Tensor:
         """What the module gives for x [C, B, *shape], [C B, ...]."""

@@ -2,7 +2,8 @@
 its own generator, for its real samples alone.
 
 >>> generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
->>> masks = draw([(generators[0], 3), (generators[1], 2)], [Dropped((4,), 0.5)], torch.ones(2, 3))
+>>> slots = [(generators[0], 3), (generators[1], 2)]
+>>> masks = draw(slots, [DropoutCall((4,), 0.5)], torch.ones(2, 3))
 >>> with Dropout(iter([masks[0][1]])):
 ...     second = F.dropout(torch.ones(3, 4))
 >>> alone = torch.ones(2, 4).bernoulli_(0.5, generator=torch.Generator().manual_seed(2)) * 2
@@ -23,7 +24,7 @@ Draws = Sequence[tuple[torch.Generator | None, int]]
 """The generator of every slot, None for an empty one, and its samples."""
 
 
-class Dropped(NamedTuple):
+class DropoutCall(NamedTuple):
     """What a module's dropout is called with."""
 
     shape: tuple[int, ...]  # of one sample
@@ -108,16 +109,16 @@ class Record(Dropout):
 
     def __init__(self) -> None:
         super().__init__(iter(()))
-        self.calls: list[Dropped] = []
+        self.calls: list[DropoutCall] = []
 
     def mask(self, x: torch.Tensor, p: float) -> torch.Tensor:
         if len(x) != 1:
             raise ValueError("the first axis of what is dropped out is not that of the samples")
-        self.calls.append(Dropped(tuple(x.shape[1:]), p))
+        self.calls.append(DropoutCall(tuple(x.shape[1:]), p))
         return torch.ones_like(x)
 
 
-def draw(draws: Draws, calls: Sequence[Dropped], like: torch.Tensor) -> list[torch.Tensor]:
+def draw(draws: Draws, calls: Sequence[DropoutCall], like: torch.Tensor) -> list[torch.Tensor]:
     """The masks of every call, [C, B, ...], on the device of `like` [C, B] and in its dtype."""
     masks = [like.new_ones(*like.shape, *call.shape) for call in calls]
     for slot, (generator, samples) in enumerate(draws):
