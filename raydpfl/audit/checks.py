@@ -9,24 +9,30 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from scipy.special import ndtri
 from scipy.stats import binom, chi2, kstest
 
 from raydpfl.audit.canaries import ROUNDING, CanaryRun
 from raydpfl.audit.client_canaries import ClientCanaryRun, on_sums
-from raydpfl.methods.noise import whitening_matrix
+from raydpfl.methods.noise import Whitening, whitening_matrix
+from raydpfl.methods.selection import Cohort
 from raydpfl.privacy import Event
+from raydpfl.simulation.plan import Plan
+from raydpfl.training.backends.base import StepNoise
 
 if TYPE_CHECKING:
     from raydpfl.audit.observers import Held
 
 FALSE_ALARM = 1e-4  # of one check on a sound run
 _CURVE = 1e-3  # relative, of delta: what two exact computations may differ by
+# parameters, rounds, clients of a round, and steps that noise is drawn for by itself
+WIDE, DRAWN_ROUNDS, DRAWN_CLIENTS, DRAWN_STEPS = 8192, 200, 5, 6
 _MOST = 2_000_000  # numbers that the test of normality looks at
 
 
@@ -199,6 +205,57 @@ def noise_of_sums(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -
     return _chi_squared("noise of sums", runs[0].plan.d, squares, alarm)
 
 
+def noise_of_draws(plan: Plan, cohorts: Sequence[Cohort], alarm: float = FALSE_ALARM) -> Check:
+    """What the noise member draws in rounds of these cohorts for a model of `WIDE` parameters, as
+    few rounds of a smaller one show little of its std: on their sums, or of each client.
+    """
+    noise = plan.experiment.noise
+    d = WIDE
+    of_sums, whiten = noise.on_server(plan.noise_seed, d), Whitening(noise)
+    squares = []
+    for t, cohort in enumerate(cohorts[:DRAWN_ROUNDS]):
+        some = cohort.clients[:DRAWN_CLIENTS], cohort.draws[:DRAWN_CLIENTS]
+        added = of_sums.on_sum(t, 1.0)
+        rows = [] if added is None else [whiten(noise.scores(added, 1.0))]
+        if noise.client_std(1.0, 1):
+            drawn = noise.on_clients(plan.noise_seed, t, *some, 1.0, d)
+            rows += [] if drawn is None else list(noise.scores(drawn, 1.0))
+        squares += [(float(row @ row), f"a draw of round {t}") for row in rows]
+    if not squares:
+        return Check("noise of draws", False, "none is drawn")
+    return _chi_squared("noise of draws", d, squares, alarm)
+
+
+def noise_of_steps(plan: Plan, alarm: float = FALSE_ALARM) -> list[Check]:
+    """What local steps draw of their keys, for a model of `WIDE` parameters: it has the std asked
+    for, and no two steps, clients or rounds share it.
+    """
+    count = min(DRAWN_STEPS, len(plan.population))
+    clients = np.arange(count)
+    steps = plan.experiment.local.step_counts(plan.population.sizes[clients])
+    rows, names = [], []
+    for t in range(min(DRAWN_STEPS, plan.experiment.rounds)):
+        key = plan.noise_seed, t, clients, np.zeros(count, np.int64), np.ones(count)
+        noise = StepNoise(*key, WIDE, torch.device("cpu"))
+        for step in range(min(DRAWN_STEPS, int(steps.max(initial=0)))):
+            rows.append(noise(list(range(count)), step).double().numpy())
+            names += [f"step {step} of client {client} in round {t}" for client in clients]
+    if not rows:
+        return []
+    drawn = np.concatenate(rows)
+    squares = zip(np.square(drawn).sum(1).tolist(), names, strict=True)
+    check = _chi_squared("noise of steps", WIDE, list(squares), alarm)
+    lengths = np.linalg.norm(drawn, axis=1, keepdims=True)
+    drawn = np.divide(drawn, lengths, out=np.zeros_like(drawn), where=lengths > 0)
+    products = np.tril(np.abs(drawn @ drawn.T), -1)
+    later, first = np.unravel_index(int(products.argmax()), products.shape)
+    far = float(products.max()) * math.sqrt(WIDE)
+    passed = far <= _normal_limit(len(drawn) * (len(drawn) - 1) // 2, alarm)
+    finding = f"the largest correlation of {len(drawn)} draws is {far:.1f} standard errors"
+    finding += "" if passed else f", of {names[first]} and {names[later]}"
+    return [check, Check("keys of steps", passed, finding, alarm)]
+
+
 def noise_of_updates(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check | None:
     """The same for the noise that clients draw; None where none does."""
     if not runs[0].by_client:
@@ -231,9 +288,9 @@ def noise_of_answers(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM
     drawn = {
         query.name: np.concatenate([run.answers[query.name] for run in runs]) for query in queries
     }
-    for query, values in drawn.items():
-        if len(np.unique(values)) < len(values):
-            return Check(name, False, f"noise on {query} is drawn twice, or there is none")
+    silent = _without_noise(drawn, alarm)
+    if silent:
+        return Check(name, False, silent, alarm)
     limit = _normal_limit(len(drawn) * (len(drawn) - 1) // 2, alarm)
     for (one, first), (other, second) in itertools.combinations(drawn.items(), 2):
         off = abs(float(np.corrcoef(first, second)[0, 1])) * math.sqrt(len(first))
@@ -243,7 +300,21 @@ def noise_of_answers(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM
     squares = [(float(values @ values), f"the sums of {query}") for query, values in drawn.items()]
     count = len(next(iter(drawn.values())))
     check = _chi_squared(name, count, squares, alarm)
-    return replace(check, finding=f"{check.finding} of {count} draws", false_alarm=2 * alarm)
+    return replace(check, finding=f"{check.finding} of {count} draws", false_alarm=3 * alarm)
+
+
+def _without_noise(drawn: Mapping[str, np.ndarray], alarm: float) -> str:
+    """A draw that repeats another, or that has next to no noise, which is lost among many others,
+    in words; empty: none.
+    """
+    for query, values in drawn.items():
+        if len(np.unique(values)) < len(values):
+            return f"noise on {query} is drawn twice, or there is none"
+        place = int(np.abs(values).argmin())
+        least = float(abs(values[place]))
+        if math.erf(least / math.sqrt(2)) * len(values) * len(drawn) < alarm:
+            return f"the sum of {query} has {least:.2g} stds of noise in draw {place}"
+    return ""
 
 
 def noise_of_histograms(
@@ -266,15 +337,21 @@ def noise_of_histograms(
 
 
 def _chi_squared(name: str, d: int, draws: Sequence[tuple[float, str]], alarm: float) -> Check:
+    """Each of the draws by itself, and all together: half of the false alarms are for either."""
     squares = np.array([square for square, _ in draws])
-    tail = np.minimum(chi2.cdf(squares, d), chi2.sf(squares, d))
+    tail = _tail(squares, d)
     worst = int(np.argmin(tail))
     ratio = math.sqrt(squares[worst] / d)
-    passed = tail[worst] * 2 * len(draws) >= alarm
+    alone = tail[worst] * 4 * len(draws) >= alarm
+    passed = alone and float(_tail(squares.sum(), d * len(draws))) * 4 >= alarm
     overall = math.sqrt(squares.mean() / d)
     finding = f"{overall:.5f} of the std that was accounted for, over all"
-    finding += "" if passed else f"; {ratio:.4g} of it for {draws[worst][1]}"
+    finding += "" if alone else f"; {ratio:.4g} of it for {draws[worst][1]}"
     return Check(name, passed, finding, alarm)
+
+
+def _tail(squares: np.ndarray, d: int) -> np.ndarray:
+    return np.minimum(chi2.cdf(squares, d), chi2.sf(squares, d))
 
 
 def keys(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check:

@@ -211,6 +211,7 @@ class ClientCanaryRun(CanaryRun):
         part = self._others if place is None else self._planted
         part += expected
         noise = added - expected
+        self._sent_noise = noise
         if self.by_client:
             noise = noise / self._client_std
             self.update_squares.append((state.work.t, client, float(noise @ noise)))
@@ -228,7 +229,7 @@ class ClientCanaryRun(CanaryRun):
         if place is not None and self.by_client:
             beyond = self._single(place, added, noise, most)
         else:
-            beyond = float(np.linalg.norm(added)) / most - 1
+            beyond = float(np.linalg.norm(added, self.experiment.bounding.order)) / most - 1
         if place is not None or not self.by_client:
             self.along.append((state.work.t, client, beyond))
 
@@ -241,7 +242,7 @@ class ClientCanaryRun(CanaryRun):
         if not math.isfinite(torch.linalg.vector_norm(sent)):  # it counts as not having moved
             updates = self.experiment.local.idle(state.view("local", block.slots))[None]
             sent = bounding.send(updates.double(), view)[0]
-        norm = float(torch.linalg.vector_norm(sent))
+        norm = float(torch.linalg.vector_norm(sent, bounding.order))
         weight = float(state.chunk.weights[block.slots[0]])
         return (sent * (bounding.factor(norm, self._bound) * weight)).cpu().numpy()
 
@@ -256,7 +257,8 @@ class ClientCanaryRun(CanaryRun):
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
         released = super().release(t, total)
-        noise = self._left((released - self._others - self._planted) / self._sum_std)
+        added = released - self._others - self._planted
+        noise = self._left(self.experiment.noise.scores(added, self._sum_std))
         self.squares.append(float(noise @ noise))
         self.crowds.append(float(self._planted @ self._planted) / (self.plan.d * self._sum_std**2))
         self.noises.append(noise[:SKETCH].astype(np.float32))

@@ -263,7 +263,12 @@ def _least(plan: Plan, claimed: Guarantee, times: int) -> float | None:
     sampling = updates.sampling
     hidden = not single and claimed.sampling.knows == "cohort hidden"
     truncated = sampling.size_secret and sampling.coins is None
-    if updates.integer or plan.individual or (hidden and (updates.squares or truncated)):
+    if (
+        updates.integer
+        or updates.laplace
+        or plan.individual
+        or (hidden and (updates.squares or truncated))
+    ):
         return None
     if not hidden:
         amount = float(updates.event(plan.experiment.relation).amounting(times))

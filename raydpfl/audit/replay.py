@@ -35,7 +35,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ from raydpfl.core.prng import Purpose, normals
 from raydpfl.data import RowReader
 from raydpfl.errors import BudgetError, ClientError, ConfigError, RunError
 from raydpfl.experiment import Experiment
+from raydpfl.methods.noise import NoiseSource, SideQuery
 from raydpfl.methods.selection import Cohort
 from raydpfl.privacy import Release
 from raydpfl.simulation.client.actor import ClientActor
@@ -64,6 +65,7 @@ from raydpfl.training.backends.base import Block
 
 FALSE_ALARM = 1e-9  # of one check of the noise
 ROUNDING = 1e-9  # relative: what float64 may differ by
+SAME = 1e-6  # of two draws of one noise, over its std and the bound: float64, and the sums' grid
 VICTIMS = 2
 TRAINED = 2  # rounds in which clients train
 NEIGHBOURS = 12  # rounds of a neighbouring world at most
@@ -438,8 +440,8 @@ class Moved:
             squares += (max(far - slack, 0.0) / std) ** 2
             if not far <= most * (1 + ROUNDING) + slack:
                 yield (
-                    f"the sum of {query.name} in round {self.t} moves by {far:.6g}, where "
-                    f"{most:.6g} is declared"
+                    f"the sum of {query.name} in round {self.t} moves by {far:.12g}, where "
+                    f"{most:.12g} is declared"
                 )
         relation = self.world.experiment.relation
         declared = mechanism.mu(relation) / plan.factor(self.t) * self.draws * self.share
@@ -462,10 +464,11 @@ class Moved:
             None if self.there.bound is None else self.there.bound * plan.weight,
             plan.client_std(self.t, self.there.bound),
         )
-        root = math.sqrt(len(there))
+        order = self.world.experiment.bounding.order
+        root = len(there) ** (1 / order)
         coarse = 2 * self.draws + (len(self.there.cohort) if self.world.removed else 0)
         slack = root * (coarse * grid.step + 4 * float(np.spacing(np.abs(there).max(initial=0.0))))
-        return float(np.linalg.norm(here - there)), slack
+        return float(np.linalg.norm(here - there, order)), slack
 
     def _others(self, slack: float) -> Iterator[str]:
         """What clients send, the victim left out, is the same."""
@@ -494,7 +497,7 @@ class Moved:
         far = float(np.linalg.norm(here - there))
         if not far <= most * (1 + ROUNDING) + 1e-15 * float(np.abs(there).sum()):
             counts = f"the counts after round {self.t}"
-            yield f"{counts} move by {far:.6g}, where {most:.6g} is declared"
+            yield f"{counts} move by {far:.12g}, where {most:.12g} is declared"
 
 
 class AdversaryWorld(World, ClientCanaryRun):
@@ -561,19 +564,67 @@ class AdversaryWorld(World, ClientCanaryRun):
             by_victim[client] = by_victim.get(client, 0.0) + sent
         if self.neighbour is not None:
             return
-        slack = math.sqrt(self.plan.d) * work.grid.step
-        if work.client_std:
+        order = self.experiment.bounding.order
+        slack = self.plan.d ** (1 / order) * work.grid.step
+        if self._client_std:
             who = chunk.clients[slots], chunk.draws[slots]
             noise = self.experiment.noise
-            drawn = noise.on_clients(work.noise_seed, work.t, *who, work.client_std, self.plan.d)
+            drawn = noise.on_clients(work.noise_seed, work.t, *who, self._client_std, self.plan.d)
             assert drawn is not None  # of this std
             sent = sent - drawn[0]
-        length, most = float(np.linalg.norm(sent)), self._bound * self.plan.weight
+            what = f"client {client}'s update"
+            self._drawn_as_accounted(work.t, what, self._sent_noise, drawn[0], self._client_std)
+        length, most = float(np.linalg.norm(sent, order)), self._bound * self.plan.weight
         if not length <= most * (1 + ROUNDING) + slack:
             self.moves.append(
-                f"client {client} sends norm {length:.6g} in round {work.t}, where {most:.6g} is "
+                f"client {client} sends norm {length:.12g} in round {work.t}, where {most:.12g} is "
                 "declared"
             )
+
+    # --- the noise: what the member draws for the std that accountants have ---
+
+    def _drawn_as_accounted(
+        self, t: int, what: str, added: np.ndarray, drawn: np.ndarray, std: float
+    ) -> None:
+        if not self.experiment.noise.repeatable:
+            return
+        off = float(np.abs(added - drawn).max(initial=0.0))
+        if not off <= SAME * (std + self._bound * self.plan.weight):
+            self.faults.append(
+                f"the noise on {what} of round {t} is off by {off:.6g} from what noise.kind "
+                f"{self.experiment.noise.kind} draws at std {std:.6g}, which was accounted for"
+            )
+
+    def release(self, t: int, total: np.ndarray) -> np.ndarray:
+        """See `Coordinator.release`."""
+        released = super().release(t, total)
+        if self.neighbour is None:
+            drawn = self._again.on_sum(t, self.stds[-1])
+            drawn = np.zeros(self.plan.d) if drawn is None else drawn
+            added = self.records[t].noise["updates"]
+            self._drawn_as_accounted(t, "the sum", added, drawn, self.stds[-1])
+        return released
+
+    @cached_property
+    def _again(self) -> NoiseSource:
+        return self.experiment.noise.on_server(self.plan.noise_seed, self.plan.d)
+
+    def noisy_answers(
+        self, t: int, cohort: Cohort, columns: Columns, noise: MonitoredNoise | None = None
+    ) -> dict[str, float]:
+        """See `Coordinator.noisy_answers`."""
+        sums = super().noisy_answers(t, cohort, columns, noise)
+        if noise is not None or self.neighbour is not None:
+            return sums
+        plan = self.plan
+        for query in on_sums(plan).sums[1:]:
+            std = self._ratios[query.name] * query.bound * plan.factor(t)
+            who = cohort.clients, cohort.draws, plan.clients_left
+            asked = SideQuery(query.name, plan.noise_seed, t, std, *who)
+            drawn = np.array(self.experiment.noise.on_query(asked))
+            added = self.records[t].noise[query.name]
+            self._drawn_as_accounted(t, f"the sum of {query.name}", added, drawn, std)
+        return sums
 
 
 class EveryoneWorld(AdversaryWorld):
@@ -720,9 +771,6 @@ def replay(
             expected = "none in a replay, as what a client spends follows its own norms"
             raise ConfigError("privacy.individual", str(experiment.privacy.individual), expected)
         plan = resolve(experiment, Path(data_root) if data_root else None)
-        if plan.experiment.noise.laplace:
-            expected = "gaussian noise: sums are compared in L2, not in L1"
-            raise ConfigError("noise.kind", experiment.noise.kind, expected)
         if plan.lattice is not None:
             expected = "gaussian noise: the integers of secure sums are not replayed"
             raise ConfigError("noise.kind", experiment.noise.kind, expected)
@@ -766,7 +814,7 @@ def _worlds(plan: Plan, on_world: Callable[[int, int], None]) -> list[World]:
     adversaries = partial(AdversaryWorld, canaries=planted)
     trained = min(TRAINED, few)
     kinds: list[tuple[Callable[..., World], int, int, list[Neighbour]]] = [
-        (TrainedWorld, trained, trained, [Neighbour(victims[0])])
+        (TrainedWorld, trained, trained, [Neighbour(_victims(plan, trained)[0])])
     ]
     if not _mechanism(plan).by_draws:
         cases = (False, 1), (True, 0), (False, 5)
@@ -813,11 +861,12 @@ def _of_steps(plan: Plan) -> tuple[list[Check], list[str]]:
     """
     if not _mechanism(plan).by_draws:
         return [], []
+    drawn = checks.noise_of_steps(plan, FALSE_ALARM)
     try:
         run = local_step_canaries.run(plan, CANARIES, plan.terms.delta, lambda done, of: None)
     except ConfigError as error:
-        return [], [f"local steps ({error})"]
-    results = [checks.ledger([run]), run.check_steps()]
+        return drawn, [f"local steps ({error})"]
+    results = [checks.ledger([run]), run.check_steps(), *drawn]
     held = checks.curve(run.least_deltas(run.printed))
     return [*results, *([held] if held else [])], list(run.unseen())
 
@@ -845,9 +894,12 @@ def _verdict(
     first = worlds[0]
     if isinstance(first, AdversaryWorld) and first.records and not first.broken:
         results += checks.of_runs([first], FALSE_ALARM)
+        cohorts = [record.cohort for record in first.records if record.cohort is not None]
+        results.append(checks.noise_of_draws(plan, cohorts, FALSE_ALARM))
         held = checks.curve(observers.least_deltas([first], []))
         results += [held] if held else []
-    if _mechanism(plan).by_draws and first.records and not of_steps[0]:
+    by_steps = {check.name for check in of_steps[0]}
+    if _mechanism(plan).by_draws and first.records and "ledger" not in by_steps:
         results.append(checks.ledger([first]))
     for world in worlds:
         results += world.checks() if isinstance(world, EveryoneWorld) and not world.broken else []

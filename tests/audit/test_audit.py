@@ -388,7 +388,7 @@ half_the_sensitivity = patched(Mechanism, "mu", halved)
 half_the_sensitivity_of_steps = patched(
     LocalSteps,
     "event",
-    lambda event: lambda self, k: replace(event(self, k), mu=event(self, k).mu / 2),
+    lambda event: lambda self, *of: replace(event(self, *of), mu=event(self, *of).mu / 2),
 )
 a_client_counted_twice_in_histograms = patched(
     Histogram, "counts", lambda counts: lambda self, values: 2 * counts(self, values)

@@ -19,6 +19,8 @@ from raydpfl.check.example import AROUND, SECTIONS, examples_of
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.bounding.quantile_clip import QuantileClip
 from raydpfl.methods.noise.keyed_noise import query_noise
+from raydpfl.methods.noise.laplace import LaplaceSource
+from raydpfl.methods.noise.tree_gaussian import TreeSource
 from raydpfl.methods.selection import Cohort, Population, Selection
 from raydpfl.methods.selection.power_of_choice import PowerOfChoice
 from raydpfl.methods.selection.with_replacement import Multinomial
@@ -35,6 +37,7 @@ from raydpfl.simulation.noise_monitor import MonitoredNoise
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.resolution import resolve
 from raydpfl.simulation.sampling_monitor import SamplingMonitor
+from raydpfl.training.backends.base import StepNoise
 
 # ---- sound configs ----
 
@@ -446,6 +449,73 @@ def a_cohort_by_the_sizes_of_losses(patch):
     patch.setattr(PowerOfChoice, "exposed", shifted)
 
 
+def a_count_without_noise(patch):
+    """In one round of many."""
+    draw = MonitoredNoise.on_query
+    patch.setattr(
+        MonitoredNoise,
+        "on_query",
+        lambda self, query, exact: 0.0 if query.t == 1 else draw(self, query, exact),
+    )
+
+
+def a_schedule_that_is_not_drawn(patch):
+    """The server's noise has the std of the first round in all."""
+    patch.setattr(Plan, "drawn_std", lambda self, t, bound: self.sum_std(0, bound))
+
+
+def noise_of_one_client_a_little_smaller(patch):
+    draw = Contribution.noise
+
+    def smaller(self, state, slots):
+        drawn = draw(self, state, slots)
+        drawn[state.chunk.clients[slots] == 7] *= 0.99
+        return drawn
+
+    patch.setattr(Contribution, "noise", smaller)
+    patch.setattr(actor, "choose", lambda state, training: Scaled)
+
+
+def a_tree_of_small_noise(patch):
+    """From the third round on the member itself draws less."""
+    after(TreeSource, "on_sum", lambda drawn, self, t, std: drawn * (1.0 if t < 3 else 0.9))(patch)
+
+
+def uniform_for_laplace(patch):
+    """Noise of the std that is asked for, and of another distribution."""
+    change = lambda drawn, self, t, std: np.clip(drawn, -std, std)  # noqa: E731
+    after(LaplaceSource, "on_sum", change)(patch)
+
+
+def a_clipping_in_l2(patch):
+    patch.setattr(Contribution, "lengths", lambda self, vectors: contribution.vector_norms(vectors))
+
+
+def a_buffer_of_the_client_before(patch):
+    """Of any two clients that train together; they are rarely those that an adversary is."""
+    blocks, kept = ChunkTraining.blocks, []
+
+    def mixed(self, state, members):
+        for block in blocks(self, state, members):
+            for before in kept[-1:]:
+                block.updates[0] += 0.01 * before
+            kept.append(block.updates[-1].clone().nan_to_num(0, 0, 0))
+            yield replace(block, norms=None)
+
+    patch.setattr(ChunkTraining, "blocks", mixed)
+    patch.setattr(actor, "choose", lambda state, training: Scaled)
+
+
+LAPLACE = {
+    "noise": {"kind": "laplace", "multiplier": 3.0, "delta": 1e-3},
+    "bounding": {"kind": "clip_l1", "bound": 0.5},
+}
+TINY = {"data": AROUND["data"], "model": AROUND["model"], "selection": AROUND["selection"]}
+TREE = {
+    **TINY,
+    "noise": {"kind": "tree_gaussian", "multiplier": 2.0},
+    "selection": {"kind": "full"},
+}
 STATE = {"bounding": {"kind": "alpha_norm_ec", "bound": 0.3}, "selection": {"kind": "full"}}
 ASKED = {
     "selection": {"kind": "power_of_choice", "cohort": 10, "pool": 25}
@@ -498,6 +568,19 @@ def the_divisor_is_the_cohort(patch):
         (losses_unclipped, ASKED),
         (a_cohort_by_the_sizes_of_losses, ASKED),
         (the_divisor_is_the_cohort, POISSON),
+        (a_count_without_noise, {**ADAPTIVE, **SERVER}),
+        (
+            a_schedule_that_is_not_drawn,
+            {**TINY, "noise": {**SERVER["noise"], "schedule": {"decay": 1.01}}},
+        ),
+        (noise_of_one_client_a_little_smaller, TINY),
+        (a_tree_of_small_noise, TREE),
+        (uniform_for_laplace, {**TINY, **LAPLACE}),
+        (a_clipping_in_l2, {**TINY, **LAPLACE}),
+        (
+            a_buffer_of_the_client_before,
+            {"rounds": 30, "selection": {"kind": "uniform", "cohort": 2}, **SERVER},
+        ),
     ],
 )
 def test_what_no_statistic_of_sums_sees_is_noticed(control, change, monkeypatch):
@@ -534,6 +617,17 @@ def test_what_an_audit_notices_a_replay_does(control, change, check, monkeypatch
 def test_what_an_audit_notices_of_local_steps_a_replay_does(control, check, monkeypatch):
     control(monkeypatch)
     assert not replay(stepping(client={"backend": "fused"})).passed
+
+
+@pytest.mark.slow
+def test_noise_that_two_local_steps_share_is_noticed(monkeypatch):
+    """Updates done again have it too."""
+    draw = StepNoise.__call__
+    monkeypatch.setattr(
+        StepNoise, "__call__", lambda self, slots, step: draw(self, slots, step // 2 * 2)
+    )
+    done = replay(stepping(client={"backend": "fused"}))
+    assert "keys of steps" in test_audit.failed(done)
 
 
 # ---- what comes of it ----
