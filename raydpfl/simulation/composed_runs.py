@@ -104,10 +104,8 @@ def compose_trials(
     """
     if any(run.experiment.noise.of_seed for run in runs) and len(runs) > 1:
         raise ConfigError("noise.common", True, "noise of its own for each of the runs")
-    plans = _Plans(data_root)
     populations: dict[str, list[tuple[StoredRun, Plan]]] = {}
-    for run in runs:
-        plan = plans.of(run)
+    for run, plan in zip(runs, _plans(runs, data_root), strict=True):
         populations.setdefault(repr(_people(plan)), []).append((run, plan))
     joint = []
     for same in populations.values():
@@ -124,39 +122,30 @@ def best_of_trials(
     """What a search spends of which the best trial alone is released, every trial being one of
     `runs`, with any seed. Arguments and errors are those of `compose`.
     """
-    plans = _Plans(data_root)
+    plans = _plans(runs, data_root)
     releases = []
-    for run in runs:
-        plan = plans.of(run)
+    for run, plan in zip(runs, plans, strict=True):
         release = released(run, plan)
         # how often clients are drawn depends on the seed
         counted = release.mechanism.sampling.by_participation
         rounds = run.experiment.rounds if counted else release.rounds
         releases.append(replace(release, rounds=rounds, participations=None))
-    terms = {plan.terms for plan in plans.all()}
-    if len(terms) > 1:
+    if len({plan.terms for plan in plans}) > 1:
         expected = "one relation and delta for all trials of a private search"
         raise ConfigError("sweep.private", repetition.runs, expected)
-    return best_of(repetition, releases, plans.all()[0].terms.delta, rigorous(plans.all()[0].named))
+    return best_of(repetition, releases, plans[0].terms.delta, rigorous(plans[0].named))
 
 
-class _Plans:
+def _plans(runs: Sequence[StoredRun], data_root: Path | None) -> list[Plan]:
     """Plans of runs, one for all that differ in nothing that bears on what they release."""
-
-    def __init__(self, data_root: Path | None):
-        self._root = data_root
-        self._plans: dict[str, Plan] = {}
-
-    def of(self, run: StoredRun) -> Plan:
-        experiment = run.experiment
-        bearing = {"seed", *ACCOUNTED, *experiment.accounted_with()}
-        key = experiment.model_dump_json(include=bearing)
-        if key not in self._plans:
-            self._plans[key] = _plan(run, self._root)
-        return self._plans[key]
-
-    def all(self) -> list[Plan]:
-        return [*self._plans.values()]
+    plans: dict[str, Plan] = {}
+    keys = []
+    for run in runs:
+        bearing = {"seed", *ACCOUNTED, *run.experiment.accounted_with()}
+        keys.append(run.experiment.model_dump_json(include=bearing))
+        if keys[-1] not in plans:
+            plans[keys[-1]] = _plan(run, data_root)
+    return [plans[key] for key in keys]
 
 
 def _plan(run: StoredRun, data_root: Path | None) -> Plan:
