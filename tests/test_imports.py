@@ -104,6 +104,7 @@ from raydpfl.cli.app import main
 main()
 print(sorted({"ray", "torch", "matplotlib"} & set(sys.modules)))
 """
-    question = "budget --population 50 --cohort 5 --rounds 9 --noise-multiplier 2".split()
+    question = ["budget", "--population", "50", "--cohort", "5"]
+    question += ["--rounds", "9", "--noise-multiplier", "2"]
     done = subprocess.run([sys.executable, "-c", code, *question], capture_output=True, text=True)
     assert done.stdout.endswith("\n[]\n"), done.stderr

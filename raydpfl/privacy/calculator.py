@@ -56,7 +56,7 @@ from raydpfl.privacy.local_steps import LocalSteps, Participations
 from raydpfl.privacy.mechanism import Mechanism, Query
 from raydpfl.privacy.observers import ObserverView, views
 from raydpfl.privacy.release_report import LocalStepsReport, row_quantiles
-from raydpfl.privacy.sampling import Sampling, scheme_of
+from raydpfl.privacy.sampling import Sampling, SamplingScheme, scheme_of
 from raydpfl.privacy.types import Placement, Relation
 
 Unknown = Literal["epsilon", "noise", "rounds"]
@@ -469,7 +469,7 @@ def of_clients(
     strategy: str | None = None,
     separation: int = 1,
     noise: str | None = None,
-    bits: int = 16,
+    bits: int | None = None,
     parameters: int | None = None,
     v: float = 4.0,
 ) -> Budget:
@@ -490,10 +490,11 @@ def of_clients(
     then that of a node of the tree, or of z for a matrix whose first column has norm 1.
 
     With `noise` laplace the bound is an L1 norm (`raydpfl.privacy.laplace`). With discrete_gaussian
-    (of the server) or skellam (of the clients) sums are of integers modulo 2^`bits`, for a model of
-    so many `parameters`, rotated (`raydpfl.privacy.integer_noise`).
+    (of the server) or skellam (of the clients) sums are of integers modulo 2^`bits` (16 by
+    default), for a model of so many `parameters`, rotated (`raydpfl.privacy.integer_noise`).
     """
     scheme = scheme_of(sampling)
+    _check_read(scheme, noise, per_epoch, bits, parameters)
     per_epoch = 1 if epoch and per_epoch is None else per_epoch
     size = scheme.default(population, epoch, per_epoch) if cohort is None else cohort
     # which refuses None
@@ -507,9 +508,12 @@ def of_clients(
     by_server = who.size_secret or strategy or of_server
     auto: Placement = "server" if by_server else "client"
     places: dict[str, Placement] = {"auto": auto, "client": "client", "server": "server"}
+    if laplace:
+        del places["client"]
     place = places.get(placement)
     if not place:
-        raise ConfigError("placement", placement, "client or server")
+        expected = "server, with noise laplace" if laplace else "client or server"
+        raise ConfigError("placement", placement, expected)
     query = Query("updates", bound or 1.0, 0.0)
     mechanism = Mechanism(
         who, (query,), 1 if rounds is None else rounds, placement=place, colluders=colluders,
@@ -532,9 +536,25 @@ def of_clients(
     elif separation != 1:
         raise ConfigError("separation", separation, "1 without a strategy")
     if noise is not None and not laplace:
-        integer = _integers(mechanism, noise, bits, parameters, strategy)
+        width = 16 if bits is None else bits
+        integer = _integers(mechanism, noise, width, parameters, strategy)
         mechanism = replace(mechanism, integer=integer)
     return Budget(mechanism, asked, delta, unknown, epsilon, participations=participations, v=v)
+
+
+def _check_read(
+    scheme: SamplingScheme,
+    noise: str | None,
+    per_epoch: int | None,
+    bits: int | None,
+    parameters: int | None,
+) -> None:
+    """Raises `ConfigError` for an option that nothing would read."""
+    if per_epoch is not None and not scheme.in_epochs():
+        raise ConfigError("per_epoch", per_epoch, "none, but for sampling random_allocation")
+    for name, value in (("bits", bits), ("parameters", parameters)):
+        if value is not None and noise in (None, "laplace"):
+            raise ConfigError(name, value, "none without sums of integers, by --noise")
 
 
 def _correlated(

@@ -128,9 +128,10 @@ class IntegerNoise:
         square = min((c + root) ** 2, c * c + self.d / 4 + c + root / 2)
         return Lattice(step, int(square), z / step)
 
-    def reaches(self, z: float) -> bool:
-        """Whether a guarantee is known at this std over the bound."""
-        return self.lattice(z).std * self.share >= LEAST_STD and math.isfinite(self.mu(2, z))
+    def reaches(self, z: float, times: int = 1) -> bool:
+        """Whether a guarantee is known at this std over the bound; `times` is as of `mu`."""
+        enough = self.lattice(z).std * self.share >= LEAST_STD
+        return enough and math.isfinite(self.mu(2, z, times))
 
     def _loss(self, moves: int, z: float) -> tuple[float, float]:
         """The squared sensitivity and the variance of the noise, in steps, where `moves` clients'
@@ -176,7 +177,7 @@ class SkellamNoise(IntegerNoise):
 
     renyi_alone = by_clients = True
 
-    def reaches(self, z: float) -> bool:
+    def reaches(self, z: float, times: int = 1) -> bool:
         return True
 
     def mu(self, moves: int, z: float, times: int = 1) -> float:

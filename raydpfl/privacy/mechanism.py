@@ -273,7 +273,9 @@ class Mechanism:
     def private(self) -> bool:
         """Whether every query has noise, of a size that a guarantee is known for."""
         noisy = all(query.std > 0 for query in self.queries)
-        return noisy and (self.integer is None or self.integer.reaches(self.noise_multiplier))
+        if not (noisy and self.integer):
+            return noisy
+        return self.integer.reaches(self.noise_multiplier, self._times)
 
     @property
     def sums(self) -> tuple[Query, ...]:
@@ -294,10 +296,15 @@ class Mechanism:
         if not self.private:
             return math.inf
         if self.integer:
-            # up to which a scheme's curves go: of draws, or of an absent client's place too
-            times = self.sampling.cohort if self.sampling.repeats else 2
-            return self.integer.mu(self._moves(relation), self.noise_multiplier, times)
+            return self.integer.mu(self._moves(relation), self.noise_multiplier, self._times)
         return self._moves(relation) / _joint_multiplier(self.queries)
+
+    @property
+    def _times(self) -> int:
+        """The sensitivities up to which a scheme's curves go: of draws, or of an absent client's
+        place too.
+        """
+        return self.sampling.cohort if self.sampling.repeats else 2
 
     def _moves(self, relation: Relation) -> int:
         return 2 if relation == "replace_one" else 1

@@ -305,3 +305,10 @@ def test_amplification_of_any_mechanism_is_never_below_that_of_the_gaussian(q, m
     (loss,) = pld.distributions(((curve, curve),))
     exact = loss.epsilons(1e-5, 50, 50)[0]
     assert exact <= rdp.epsilons(np.minimum(loose, rdp.gaussian(mu)), 1e-5, [50])[0] < 4 * exact + 1
+
+
+def test_a_grid_so_coarse_that_no_guarantee_is_known_says_so():
+    """Rounding moves a sum of 8 bits and 10^7 parameters by far more than the noise."""
+    asked = {"population": 1000, "cohort": 100, "rounds": 5, "noise_multiplier": 2.0}
+    budget = of_clients(**asked, noise="discrete_gaussian", bits=8, parameters=10**7)
+    assert {one.epsilon for one in budget.guarantees if one.kind == "rigorous"} == {math.inf}
