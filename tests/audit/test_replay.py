@@ -116,8 +116,8 @@ def test_no_sound_config_is_suspected(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 200))
-def test_no_sound_config_of_200_is_suspected(seed):
+@pytest.mark.parametrize("seed", range(2, 30))
+def test_no_sound_config_of_many_is_suspected(seed):
     done = replay(sound(seed))
     assert done.passed, done.verdict
 
