@@ -424,7 +424,7 @@ CAP = "Clients of a round at most, with --sampling truncated-poisson."
 COLLUDERS = "Clients who tell all they know, where clients draw the noise."
 EPOCH = "Rounds T of an epoch, with --sampling random-allocation."
 PER_EPOCH = "Of these, the rounds that each client is in. Default: 1."
-RELATION = "replace_one (the default), add_remove (for poisson, random-allocation) or zero_out."
+RELATION = "replace_one (the default), add_remove or zero_out; not each for every --sampling."
 SAMPLINGS = (
     "fixed", "poisson", "truncated-poisson", "full", "with-replacement", "public",
     "random-allocation",
@@ -438,9 +438,9 @@ STRATEGY = (
 )
 STRATEGIES = ("tree", "square-root", "banded", "buffered")
 SEPARATION = "The fewest rounds from one of a client's to its next, with --strategy. Default: 1."
-NOISE = "On sums of integers: discrete-gaussian or skellam. Default: Gaussian noise."
-NOISES = ("discrete-gaussian", "skellam")
-BITS = "Width of the sum of a coordinate, with --noise. Default: 16."
+NOISE = "laplace, or on sums of integers discrete-gaussian or skellam. Default: Gaussian."
+NOISES = ("discrete-gaussian", "skellam", "laplace")
+BITS = "Width of the sum of a coordinate, of integers. Default: 16."
 UNIT = "What is protected: client (the default) or sample."
 CLIENT = "With --unit client"
 DRAWS = "Who draws the noise: client (the default) or server (for poisson and random-allocation)."
