@@ -22,7 +22,6 @@ from raydpfl.audit.canaries import ROUNDING, CanaryRun
 from raydpfl.audit.client_canaries import ClientCanaryRun, on_sums
 from raydpfl.methods.noise import Whitening, whitening_matrix
 from raydpfl.methods.selection import Cohort
-from raydpfl.privacy import Event
 from raydpfl.simulation.plan import Plan
 from raydpfl.training.backends.base import StepNoise
 
@@ -146,9 +145,9 @@ def matrix(runs: Sequence[ClientCanaryRun]) -> Check | None:
     overlaps = np.abs(matrix.T @ matrix)
     patterns = np.concatenate([times, np.eye(times.shape[1])])  # each round by itself, too
     squares = ((patterns @ overlaps) * patterns).sum(1)
-    mechanism = on_sums(plan)
-    counted = patterns.sum(1).astype(np.int64)
-    accounted = Event(mechanism.sampling, 1.0, squares=mechanism.squares).amounting(counted)
+    declared = np.array((0.0, *on_sums(plan).squares))  # by participations, up to the most
+    counted = np.minimum(patterns.sum(1).astype(np.int64), len(declared) - 1)
+    accounted = declared[counted]
     shares = np.divide(squares, accounted, out=np.zeros_like(squares), where=counted > 0)
     longest = math.sqrt(shares.max())
     finding = f"a client moves whitened sums by {longest:.6g} times what is accounted for at most"
