@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from raydpfl.core import device, signals
-from raydpfl.core.hardware import cores
+from raydpfl.core.hardware import cores, threads
 from raydpfl.errors import ConfigError, RunError, contained, traceback_text
 from raydpfl.runtime.capacity import wanted
 from raydpfl.runtime.session import LOOK, Session, at_work, free, on_node, raised
@@ -139,13 +139,14 @@ class Launcher:
 
     def _why_here(self, plan: Plan) -> str | None:
         """Why `auto` runs in this process; None: it takes client actors."""
-        if BACKENDS[plan.experiment.client.backend].threads or self._count <= 1:
+        speed = threads() if BACKENDS[plan.experiment.client.backend].threads else 1
+        if self._count <= speed:
             return NO_GAIN
         if importlib.util.find_spec("ray") is None:
             return NO_RAY
         start = START if self._elastic else ACTORS_START
         seconds = plan.train_seconds
-        if seconds * (1 - 1 / self._count) < start:
+        if seconds * (1 - speed / self._count) < start:
             return f"all rounds take about {seconds:.2g} s, and starting Ray {start:g} s"
         return None
 

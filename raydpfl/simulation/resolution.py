@@ -18,7 +18,7 @@ from torch import nn
 
 from raydpfl import models
 from raydpfl.config.setting import Setting
-from raydpfl.core.hardware import single_blas
+from raydpfl.core.hardware import single_blas, threads
 from raydpfl.data import Shards, prepare
 from raydpfl.errors import ConfigError, renamed
 from raydpfl.experiment import Experiment, as_fields
@@ -81,7 +81,7 @@ def _client(
     backend = choose_backend(module, local, form, *how)
     kind = BACKENDS[backend]
     seconds = 0.0
-    if times and client.actors == "auto" and not kind.threads:
+    if times and client.actors == "auto" and not (kind.threads and threads() > 1):
         seconds = times.of(backend) * work.steps
     if client.chunk == "auto" and kind.one_by_one:
         chunk = 1

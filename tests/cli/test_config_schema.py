@@ -53,7 +53,7 @@ def test_every_example_of_a_member_is_valid(section):
         {"bounding": {"kind": "clip", "bond": 1.0}},
         {"bounding": {"kind": "clip"}},
         {"bounding": {"kind": "clip", "bound": 0}},
-        {"noise": {"kind": "laplace", "std": 1.0}},
+        {"noise": {"kind": "gumbel", "std": 1.0}},
         {"data": {"kind": "synthetic", "partition": {"kind": "dirichlet", "alpha": 1.0}}},
         {"evaluate": {"metrics": ["aucc"]}},
         {"client": {"precision": "float16"}},

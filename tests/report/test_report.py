@@ -220,6 +220,9 @@ def test_every_kind_of_figure_is_drawn_and_its_files_are_whole(run):
     assert len(items) > 12
     for item in items:
         (drawing,) = parse({**item, "colour": "run"}, "show").make(cases)
+        if "tradeoff" in item:  # this run has no curve
+            assert isinstance(drawing, Missing)
+            continue
         assert drawing.name in names
     for name in names:
         stem = run / "report" / "figures" / name
