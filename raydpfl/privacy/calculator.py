@@ -553,7 +553,7 @@ def _check_read(
     if per_epoch is not None and not scheme.in_epochs():
         raise ConfigError("per_epoch", per_epoch, "none, but for sampling random_allocation")
     for name, value in (("bits", bits), ("parameters", parameters)):
-        if value is not None and noise in (None, "laplace"):
+        if value is not None and not NOISES.get(noise or ""):
             raise ConfigError(name, value, "none without sums of integers, by --noise")
 
 
