@@ -88,6 +88,7 @@ def test_a_weight_that_is_no_number_is_refused():
         resolve(experiment(**UNEQUAL, weights=NoNumber()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["client", "server"])
 def test_an_audit_notices_that_the_mean_weight_was_accounted_instead_of_the_largest(
     placement, monkeypatch
