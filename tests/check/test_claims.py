@@ -138,6 +138,32 @@ def test_a_budget_that_no_rigorous_accountant_can_hold_is_refused():
     ).rigorous == ("pld",)
 
 
+@pytest.mark.slow
+def test_a_budget_is_held_by_the_smallest_rigorous_epsilon(tmp_path):
+    """At a delta that double precision alone does not reach: both are valid."""
+    noise = {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-15}
+    asked = {"accountants": ["rdp", "pld"], "budget": 120.0}
+    result = run(experiment(noise=noise, privacy=asked, rounds=40), tmp_path / "run")
+    assert result.summary["status"] == "completed"
+    first, *_ = result.summary["holds"]
+    curves = {
+        one.accountant: one.epsilon for one in result.guarantees if "hidden" in str(one.sampling)
+    }
+    assert curves["pld"] < curves["rdp"] and first["epsilon"] == curves["pld"] < 120.0
+    between = {**asked, "budget": (curves["pld"] + curves["rdp"]) / 2}
+    held = run(experiment(noise=noise, privacy=between, rounds=40), tmp_path / "held")
+    assert held.summary["status"] == "completed"
+
+
+def test_noise_is_calibrated_by_the_first_accountant_that_is_asked_for():
+    noise = {"kind": "gaussian", "epsilon": 20.0, "delta": 1e-15}
+    by = {
+        names: resolve(experiment(noise=noise, privacy={"accountants": names.split()}, rounds=40))
+        for names in ("rdp", "pld", "pld rdp", "rdp pld")
+    }
+    assert by["pld rdp"].ratio == by["pld"].ratio < by["rdp"].ratio == by["rdp pld"].ratio
+
+
 def test_the_smallest_of_several_valid_epsilons_is_said_to_hold():
     queries = (Query("updates", 1.0, 4.0),)
     found = guarantees(

@@ -16,6 +16,7 @@ from raydpfl.errors import ConfigError, RunError
 from raydpfl.runtime import launcher
 from raydpfl.runtime.launcher import Launcher
 from raydpfl.simulation.resolution import resolve
+from raydpfl.training.backend_timing import StepTimes
 
 AUTO = {"actors": "auto", "num_cpus": 1, "backend": "vmap"}
 
@@ -63,10 +64,12 @@ def test_auto_takes_this_process_where_compiled_code_trains_in_as_many_threads(c
     assert chosen(2, 9.0, client={**AUTO, "backend": "compiled"}) == (0, launcher.NO_GAIN)
 
 
-def test_all_rounds_of_a_run_are_timed_before_the_first():
+def test_all_rounds_of_a_run_are_timed_before_the_first(monkeypatch):
+    assert resolve(experiment(client=AUTO, rounds=10)).train_seconds > 0
+    monkeypatch.setattr(StepTimes, "of", lambda self, backend: 0.5)
     ten, twenty = (resolve(experiment(client=AUTO, rounds=rounds)) for rounds in (10, 20))
-    assert 0 < ten.train_seconds < 8.0
-    assert 0.3 < twenty.train_seconds / ten.train_seconds / 2 < 3
+    assert ten.train_seconds == 0.5 * 10 * 20 * 5  # seconds, rounds, clients, steps
+    assert twenty.train_seconds == 2 * ten.train_seconds
     assert resolve(experiment(client={**AUTO, "actors": 0})).train_seconds == 0
 
 

@@ -221,11 +221,19 @@ class Trained(Sgd):
 
 
 @pytest.mark.parametrize(
-    "module,wrong", [(mixing(), ["compiled", "fused"]), (OTHERS["batch norm"](), ["vmap"])]
+    "module,wrong,taken",
+    [(mixing(), ["compiled", "fused"], "vmap"), (OTHERS["batch norm"](), ["vmap"], "loop")],
 )
-def test_a_backend_that_would_train_a_module_wrongly_gives_way_and_says_so(module, wrong, caplog):
+def test_a_backend_that_would_train_a_module_wrongly_gives_way_and_says_so(
+    module, wrong, taken, caplog
+):
     with caplog.at_level(logging.WARNING, "raydpfl"):
-        assert choose_backend(module, Sgd(steps=1), form(SHAPE)) not in wrong
+        assert choose_backend(module, Sgd(steps=1), form(SHAPE)) == taken
+    assert len(caplog.messages) == len(wrong)
+    if taken == "loop":
+        assert caplog.messages[0].startswith(
+            "clients are trained by the loop, one at a time, which is slow: vmap does not fit"
+        )
     assert all(
         any(f"{backend} does not fit" in message for message in caplog.messages)
         for backend in wrong
@@ -275,7 +283,7 @@ def test_a_step_that_is_slightly_wrong_is_noticed(name, fault, monkeypatch):
     monkeypatch.setattr(kind, "run", altered(change))
     if fault == "no proximal term" and taken == "convolutional":
         return  # its rule is made anew for each client
-    assert choose_backend(module, local, of) != taken
+    assert choose_backend(module, local, of) == ("vmap" if taken == "fused" else "loop")
 
 
 @pytest.mark.parametrize(
@@ -590,3 +598,22 @@ def test_a_step_is_timed_by_what_it_takes(local, clip):
     times = StepTimes(module, local, form(SHAPE), clip, "float32", Workload(10, 20, 1.0))
     assert times.of("loop") >= (0.02 if clip is None else 0.08)
     assert times.of("vmap") < times.of("loop")  # several clients at once
+
+
+def test_a_step_that_raises_takes_no_time_as_the_run_will_say_what_fails():
+    local = Trained()
+    times = StepTimes(made("mlp"), local, form(SHAPE), None, "float32", Workload(10, 20, 1.0))
+    assert times.of("loop") == 0.0
+
+
+def test_steps_much_slower_than_those_of_another_backend_are_timed_once(monkeypatch):
+    runs = []
+
+    def timed(self, trainer, clients):
+        runs.append(clients)
+        return 1.0
+
+    monkeypatch.setattr(StepTimes, "_run", timed)
+    rest = (made("residual"), Sgd(), form(SHAPE), None, "float32", Workload(10, 20, 1.0))
+    assert StepTimes(*rest).of("vmap", at_most=0.1) == 1.0 and runs == [3]
+    assert StepTimes(*rest).of("vmap", at_most=0.5) == 1.0 and runs == [3, 3, 3]
