@@ -7,9 +7,9 @@ it back and multiplies by the step: `decode`. Clients' integers are added up exa
 (`raydpfl.core.exact_sum`), so that the coordinates that wrap around are known: `wrapped`.
 
 >>> sums = ModularSum(step=0.01, square=20_000, bits=10, rotated=True, seed=7, t=0)
->>> integers = sums.encode(np.array([[0.3, -0.4, 0.0]]), np.array([5]), np.array([0]))
+>>> integers = sums.encode(np.array([[0.3, -0.4, 0.2]]), np.array([5]), np.array([0]))
 >>> sums.decode(integers.sum(0)).round(2)
-array([ 0.3, -0.4, -0. ])
+array([ 0.3, -0.4,  0.2])
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ by one number so moved, whose loss is at most ratio = Delta / b (docs/proofs.md,
 one round is `ratio`-DP [1], and so many rounds are rounds x ratio; at a delta above 0 pld composes
 the loss itself, amplified by sampling as any pair is.
 
->>> float(laplace_delta(0.5, 1.0).round(4)), float(laplace_delta(1.0, 1.0))
-(0.2212, 0.0)
+>>> laplace_delta(np.array([0.5, 1.5]), 1.0).round(4)
+array([0.2212, 0.    ])
 
 [1] Dwork, McSherry, Nissim, Smith. Calibrating noise to sensitivity in private data analysis. TCC
     2006.
@@ -35,7 +35,7 @@ def laplace_delta(epsilon: np.ndarray | float, ratio: np.ndarray | float) -> np.
     Args:
         epsilon, ratio: of any sign [...]; sensitivity (L1) / scale, above 0 [...].
     """
-    middle = -np.expm1((np.minimum(epsilon, ratio) - ratio) / 2)
+    middle = -np.expm1((np.minimum(epsilon, ratio) - ratio) / 2) + 0.0  # no -0.0
     return np.where(np.less(epsilon, -np.asarray(ratio)), -np.expm1(np.minimum(epsilon, 0)), middle)
 
 
