@@ -254,6 +254,7 @@ LIST = (
 )
 SCALED = "smoke (seconds), small (minutes to hours on two cores) or paper (the paper's own sizes)."
 SEEDS = "Final runs of every cell. Default: as the study says."
+ONLY = "AXIS=LABEL[,LABEL]: only the cells with these labels, of a panel or of arm."
 INTO = "Study directory, or its address (of several, theirs are in it); default: under runs/."
 SCALES = ("smoke", "small", "paper")
 
@@ -265,6 +266,7 @@ def reproduce(
     out: Annotated[str | None, _option(INTO)] = None,
     resume: Resume = False,
     seeds: Annotated[int | None, _count(SEEDS)] = None,
+    only: Annotated[list[str] | None, _option(ONLY)] = None,
     listed: Annotated[bool, typer.Option("--list", help=LIST)] = False,
     data_root: DataRoot = None,
     address: Address = None,
@@ -296,7 +298,8 @@ def reproduce(
                 folder = stack.enter_context(storage.reading(name, "study", _of_study))
                 names[place] = str(folder)
         with directed("reproduce", *studies):
-            asked = [studying.Study.named(name, scale, seeds) for name in names]
+            labels = _labels_by_axis(only or ())
+            asked = [studying.Study.named(name, scale, seeds, only=labels) for name in names]
         display = stack.enter_context(StudyDisplay(console, asked))
         stack.enter_context(_resumable(out, "reproduce"))
         results = studying.reproduce(*asked, out=out, on_change=display.show, **options)
@@ -307,6 +310,17 @@ def reproduce(
     )
     if problems:
         raise RunError(problems)
+
+
+def _labels_by_axis(given: Sequence[str]) -> dict[str, list[str]]:
+    """The labels that --only names. Raises `ConfigError`."""
+    only: dict[str, list[str]] = {}
+    for text in given:
+        axis, _, names = text.partition("=")
+        if not names:
+            raise ConfigError("--only", text, "AXIS=LABEL, or AXIS=LABEL,LABEL")
+        only.setdefault(axis, []).extend(names.split(","))
+    return only
 
 
 def _of_study(file: str) -> bool:

@@ -251,7 +251,7 @@ def _cells(study: Study, taken: Estimate) -> list[str]:
     """What a study would run at its scale, a line per cell, and what that takes here."""
     lines = [f"at scale {study.scale}: {_runs_of(study)}; {taken.words()}"]
     for cell in study.cells:
-        experiment = cell.experiment(next(cell.tried()), study.seed + 1)
+        experiment = cell.experiment(next(cell.tried()), study.final_seeds().start)
         tried = ", ".join(
             f"{key} of {', '.join(map(str, space.options))}" for key, space in cell.grid.items()
         )

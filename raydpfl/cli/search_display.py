@@ -23,12 +23,13 @@ from raydpfl.models.metric_columns import named
 from raydpfl.privacy import RIGOROUS
 from raydpfl.report.labels import beyond
 from raydpfl.report.pages.comparison import labels
-from raydpfl.report.statistics import over_seeds
+from raydpfl.report.statistics import Resample, SeedValues
 from raydpfl.sweep import Sweep, SweepResult
 from raydpfl.sweep.results import epsilons, score
 from raydpfl.sweep.runner import SweepRunner
 from raydpfl.sweep.spaces import Interval
 from raydpfl.sweep.study import Study, StudyResult, StudyRunner
+from raydpfl.sweep.study.claims import in_words
 from raydpfl.sweep.study.identities import words
 from raydpfl.sweep.trials import SearchSetting, Trial, short, shown
 
@@ -143,7 +144,7 @@ class StudyDisplay(SearchDisplay):
         self._bars: dict[str, RenderableType] = {}
 
     def _total(self, runner: StudyRunner) -> int:
-        return self._totals[runner.study.about.id]
+        return max(self._totals[runner.study.about.id], len(runner.trials))  # grids may grow
 
     def _render(self, runner: StudyRunner, done: int) -> RenderableType:
         name, total = runner.study.about.id, self._total(runner)
@@ -175,6 +176,8 @@ class StudyDisplay(SearchDisplay):
             self._say(f"Failed: {failed['cell']}: {failed['reason']}")
         for identity in result.summary["identities"]:
             self._say(words(identity))
+        for claim in result.summary["claims"]:
+            self._say(f"Claim: {in_words(claim)}")
         self._say(result.summary["tuning"]["statement"])
         self._say(f"Study directory: {result.out} (its page: report/index.html)")
 
@@ -279,8 +282,8 @@ def _covering(trials: Sequence[Trial]) -> str | None:
 
 
 def cells_table(result: StudyResult, most: int | None = None) -> Table:
-    """A row per cell, at most so many: the score on the test set over the seeds, the largest
-    epsilon that holds, and the values that the cell was tuned to.
+    """A row per cell, at most so many: the mean score on the test set with half of the interval of
+    a repetition, the largest epsilon that holds, and the values that the cell was tuned to.
     """
     study = result.study
     rows = result.results.to_pylist()
@@ -294,13 +297,20 @@ def cells_table(result: StudyResult, most: int | None = None) -> Table:
     cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         cells.setdefault(tuple(row[name] for name in names), []).append(row)
+    resampled: dict[tuple[Any, ...], dict[Resample, dict[int, float | None]]] = {}
+    for row in result.resamples.to_pylist():
+        choices = resampled.setdefault(tuple(row[name] for name in names), {})
+        key = tuple(map(int, row["tuning_seeds"].split()))
+        choices.setdefault(key, {})[row["seed"]] = row.get(metric)
     for place, seeds in [*cells.items()][:most]:
-        spread = over_seeds({row["seed"]: row.get(metric) for row in seeds})
+        values = {row["seed"]: row.get(metric) for row in seeds}
+        spread = SeedValues(values, resampled.get(place, {})).spread()
         mean = metric_columns.number(metric, spread.mean) if spread.count else ""
-        std = f" ± {metric_columns.number(metric, spread.std)}" if spread.count > 1 else ""
+        half = spread.repetition()
+        interval = f" ± {metric_columns.number(metric, half)}" if spread.count > 1 else ""
         table.add_row(
             *(escape(str(name or "")) for name in place),
-            mean + std,
+            mean + interval,
             _epsilon(seeds),
             str(len(seeds)),
             escape(shown(json.loads(seeds[0]["values"]))),

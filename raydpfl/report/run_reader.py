@@ -21,6 +21,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.privacy import RIGOROUS, Guarantee, column
 from raydpfl.report.labels import as_number, in_words, quantity
+from raydpfl.report.statistics import Resample, SeedValues
 from raydpfl.storage.files import read_json
 from raydpfl.storage.tables import read_log
 
@@ -227,7 +228,8 @@ class Run:
 @dataclass(frozen=True, eq=False)
 class LabelledRun:
     """A run with its label on each axis. Runs with the same labels differ by their `seed`.
-    `numbers`: what a table of results has of it; `home`: the directory of its study.
+    `numbers`: what a table of results has of it; `home`: the directory of its study; `resampled`:
+    the numbers of the run in its place by resample of the tuning seeds.
     """
 
     labels: Mapping[str, str]
@@ -235,6 +237,7 @@ class LabelledRun:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
     home: Path | None = None
+    resampled: Mapping[Resample, Mapping[str, Any]] = field(default_factory=dict)
 
     def at(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Its labels on these axes, empty where it has none."""
@@ -244,6 +247,23 @@ class LabelledRun:
         """A number of the run, from the table of results if that has it."""
         value = as_number(self.numbers.get(name))
         return self.run.number(name) if value is None else value
+
+
+def values_of(cases: Sequence[LabelledRun], name: str) -> SeedValues:
+    """A number of these cases by seed, and by resample of the tuning seeds."""
+    seeds = {at if case.seed is None else case.seed: case for at, case in enumerate(cases)}
+    resamples = dict.fromkeys(key for case in cases for key in case.resampled)
+    return SeedValues(
+        {seed: case.number(name) for seed, case in seeds.items()},
+        {
+            key: {
+                seed: as_number(case.resampled[key].get(name))
+                for seed, case in seeds.items()
+                if key in case.resampled
+            }
+            for key in resamples
+        },
+    )
 
 
 @dataclass(frozen=True, eq=False)

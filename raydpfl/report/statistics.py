@@ -3,46 +3,132 @@
 >>> spread = over_seeds({1: 0.7, 2: 0.8, 3: 0.9})
 >>> spread.count, round(spread.mean, 6), round(spread.std, 6)
 (3, 0.8, 0.1)
->>> gain = paired({1: 0.71, 2: 0.82, 3: 0.93}, {1: 0.7, 2: 0.8, 3: 0.9, 4: 0.1})
->>> gain.count, round(gain.mean, 6), round(gain.std, 6)
-(3, 0.02, 0.01)
+>>> a, b = SeedValues({1: 0.71, 2: 0.82, 3: 0.93}), SeedValues({1: 0.7, 2: 0.8, 3: 0.9, 4: 0.1})
+>>> gain = total([(1, a), (-1, b)]).spread()
+>>> gain.count, round(gain.mean, 6), round(gain.std, 6), round(gain.half_width(), 6)
+(3, 0.02, 0.01, 0.024841)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+from scipy.special import stdtrit
+
+Resample = tuple[int, ...]  # places of seeds, drawn with replacement as many as there are
 
 
 @dataclass(frozen=True)
 class SeedSpread:
     """The mean (NaN of none) and the sample standard deviation (n - 1; NaN below two) of `count`
-    numbers, in their units.
+    numbers, in their units; `error`: the standard error of the mean.
     """
 
     count: int
     mean: float
     std: float
+    error: float = math.nan
+
+    def half_width(self, level: float = 0.95) -> float:
+        """Half of the interval in which the true mean lies: `error` times the quantile of Student's
+        t with count - 1 degrees of freedom; NaN below two numbers.
+        """
+        return float(stdtrit(max(self.count - 1, 1), (1 + level) / 2)) * self.error
+
+    def repetition(self, level: float = 0.95) -> float:
+        """Half of the interval in which the mean of as many other seeds falls: both means have the
+        error.
+        """
+        return math.sqrt(2) * self.half_width(level)
+
+
+@dataclass(frozen=True)
+class SeedValues:
+    """A number by seed; None and NaN stand for a run without it. `resampled`: the number by seed of
+    the setting that each resample of the tuning seeds chooses, where settings were chosen.
+    """
+
+    values: Mapping[int, float | None]
+    resampled: Mapping[Resample, Mapping[int, float | None]] = field(default_factory=dict)
+
+    def spread(self) -> SeedSpread:
+        """Over the seeds. The standard error of the mean is that of a bootstrap that draws tuning
+        seeds, chooses again and draws final seeds (Efron and Tibshirani 1993, sec. 6), in closed
+        form, as infinitely many draws give it:
+
+            error^2 = mean over resamples of std^2 / n + K / (K - 1) variance of their means,
+
+        K the number of tuning seeds; both variances are made unbiased.
+        """
+        numbers = _numbers(self.values)
+        count, mean = len(numbers), float(np.mean(numbers)) if len(numbers) else math.nan
+        std = float(np.std(numbers, ddof=1)) if count > 1 else math.nan
+        error = std / math.sqrt(count) if count > 1 else math.nan
+        choices = {
+            resample: known
+            for resample, values in self.resampled.items()
+            if len(known := _numbers(values)) > 1
+        }
+        if choices and count > 1:
+            shares = np.array([chance(resample) for resample in choices])
+            shares = shares / shares.sum()
+            means = np.array([values.mean() for values in choices.values()])
+            inner = np.array([values.var(ddof=1) / len(values) for values in choices.values()])
+            seeds = len(next(iter(choices)))
+            outer = shares @ (means - shares @ means) ** 2 * seeds / max(seeds - 1, 1)
+            error = math.sqrt(shares @ inner + outer)
+        return SeedSpread(count, mean, std, error)
+
+
+def _numbers(values: Mapping[int, float | None]) -> np.ndarray:
+    """Those that there are, in the order of the seeds, float64 [n]."""
+    numbers = np.array([values[seed] for seed in sorted(values)], np.float64)  # None is NaN
+    return numbers[~np.isnan(numbers)]
+
+
+def chance(resample: Resample) -> float:
+    """The probability of a multiset of as many draws with replacement as there are seeds.
+
+    >>> chance((0, 0)), chance((0, 1))
+    (0.25, 0.5)
+    """
+    count = len(resample)
+    orders = math.factorial(count)
+    for times in Counter(resample).values():
+        orders //= math.factorial(times)
+    return float(orders / count**count)
 
 
 def over_seeds(values: Mapping[int, float | None]) -> SeedSpread:
     """The spread of a number by seed; None and NaN stand for a run without it."""
-    numbers = np.array([values[seed] for seed in sorted(values)], np.float64)  # None is NaN
-    numbers = numbers[~np.isnan(numbers)]
-    mean = float(np.mean(numbers)) if len(numbers) else math.nan
-    std = float(np.std(numbers, ddof=1)) if len(numbers) > 1 else math.nan
-    return SeedSpread(len(numbers), mean, std)
+    return SeedValues(values).spread()
 
 
-def paired(values: Mapping[int, float | None], against: Mapping[int, float | None]) -> SeedSpread:
-    """The spread of `values` - `against`, seed by seed, over the seeds that both have.
+def total(terms: Sequence[tuple[float, SeedValues]]) -> SeedValues:
+    """The sum of numbers, each times its factor, seed by seed over the seeds that all have.
 
-    What the runs of one seed share (the data, the split, the cohorts) is no part of it, so that it
-    is often much narrower than the spreads of the two.
+    What the runs of one seed share (the data, the split, the cohorts, the tuning seeds) is no part
+    of the spread of a difference, so that it is often much narrower than those of the two.
     """
-    pairs = {seed: (values[seed], against[seed]) for seed in values.keys() & against.keys()}
-    gains = {seed: a - b for seed, (a, b) in pairs.items() if a is not None and b is not None}
-    return over_seeds(gains)
+    resamples = dict.fromkeys(key for _, each in terms for key in each.resampled)
+    return SeedValues(
+        _total([(factor, each.values) for factor, each in terms]),
+        {
+            key: _total([(factor, each.resampled.get(key, each.values)) for factor, each in terms])
+            for key in resamples
+        },
+    )
+
+
+def _total(terms: Sequence[tuple[float, Mapping[int, float | None]]]) -> dict[int, float | None]:
+    seeds = set.intersection(*({*values} for _, values in terms)) if terms else set()
+    sums: dict[int, float | None] = {}
+    for seed in seeds:
+        numbers = [(factor, values[seed]) for factor, values in terms]
+        known = [factor * value for factor, value in numbers if value is not None]
+        sums[seed] = sum(known) if len(known) == len(numbers) else None
+    return sums

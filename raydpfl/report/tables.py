@@ -52,13 +52,15 @@ class PrintedCell:
         return " ".join(kind for kind, holds in kinds.items() if holds)
 
 
-def mean_cell(spread: SeedSpread, percent: bool, sign: bool = False) -> PrintedCell | None:
-    """A mean with its standard deviation in print, and the mean as the value; None for no number.
+def mean_cell(
+    spread: SeedSpread, half: float, percent: bool, sign: bool = False
+) -> PrintedCell | None:
+    """A mean with half of its interval in print, and the mean as the value; None for no number.
     `sign`: of a difference, whose percentage points have no unit.
     """
     if not spread.count:
         return None
-    text = with_std(spread.mean, spread.std, percent)
+    text = with_std(spread.mean, half, percent)
     if sign:
         text = f"{'+' if spread.mean > 0 else ''}{text.removesuffix(' %')}"
     return PrintedCell(spread.mean, text)
@@ -68,6 +70,11 @@ def spread_row(mean: str, std: str, spread: SeedSpread, percent: bool) -> Row:
     """A mean and its standard deviation in two columns of these heads, None for none."""
     row = {mean: spread.mean, std: spread.std}
     return {Quantity(head, head, percent=percent): as_number(row[head]) for head in row}
+
+
+def half_row(head: str, half: float, percent: bool) -> Row:
+    """Half of an interval in a column of this head, None for none."""
+    return {Quantity(head, head, percent=percent): as_number(half)}
 
 
 def axes_row(axes: Sequence[str], labels: Sequence[str]) -> Row:

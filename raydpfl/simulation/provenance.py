@@ -19,8 +19,10 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,6 +60,21 @@ def versions() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return {"python": platform.python_version(), "machine": platform.machine()} | versions
+
+
+@functools.cache
+def commit() -> str | None:
+    """The commit of the checkout that this package is in, `-dirty` with changes; None for an
+    installed one.
+    """
+    root = Path(__file__).parents[2]
+    place = (f"--git-dir={root / '.git'}", f"--work-tree={root}")
+    command = ("git", *place, "describe", "--always", "--dirty")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
 
 
 @functools.cache

@@ -67,6 +67,7 @@ class SearchRunner(ABC):
     concurrent: int | None = None  # trials at once; None: as many as the cluster holds
     timeout: float | None = None  # seconds of a trial; None: see `timeouts`
     pauses = False  # whether a trial waits after every evaluation until it may continue
+    last = 1  # evaluations of which a trial's scores are the mean
     all_or_none = False  # whether a trial that is refused ends all others
 
     def __init__(self, asked: Any, folder: Path, on_change: Callable[[Any], object]):
@@ -106,7 +107,7 @@ class SearchRunner(ABC):
         name = name_of(experiment, searched)
         if name not in self._trials:
             place = self.folder / "trials" / name
-            self._trials[name] = Trial.stored(label, experiment, place, searched)
+            self._trials[name] = Trial.stored(label, experiment, place, searched, self.last)
             self._ready.append(self._trials[name])
         return self._trials[name]
 

@@ -55,16 +55,22 @@ class Trial:
     summary: dict[str, Any] | None = None
     reason: str | None = None
     before: bool = False  # it had finished before the sweep or study was started or resumed
+    last: int = 1  # evaluations, at the end of the run, of which its scores are the mean
 
     @classmethod
     def stored(
-        cls, label: str, experiment: Experiment, folder: Path, searched: Collection[str] = ()
+        cls,
+        label: str,
+        experiment: Experiment,
+        folder: Path,
+        searched: Collection[str] = (),
+        last: int = 1,
     ) -> Trial:
         """The trial of a directory, with what is stored there. `searched`: see `meaning`.
 
         Raises `ConfigError` if the directory holds another run.
         """
-        trial = cls(label, experiment, folder)
+        trial = cls(label, experiment, folder, last=last)
         check(folder, experiment, searched, trial.named())
         trial.read()
         trial.before = trial.finished
@@ -86,7 +92,7 @@ class Trial:
             storage.refetch(self.folder)
         summary = summary_of(self.folder)
         if summary:
-            self.summary = summary
+            self.summary = summary | last_scores(self.folder, self.last)
             self.status = summary["status"]
             self.reason = summary.get("reason")
 
@@ -341,6 +347,22 @@ def _contradiction(folder: Path, summary: Mapping[str, Any]) -> str | None:
         if value is not None and summary.get(name) != value:
             return f"its {name} is {summary.get(name)} and that of rounds.parquet {value}"
     return None
+
+
+def last_scores(folder: Path, count: int) -> dict[str, float]:
+    """The means of the scores over the last `count` evaluations of a run, where there are several;
+    empty where its rounds cannot be read.
+    """
+    if count < 2:
+        return {}
+    try:
+        rows = pq.read_table(folder / "rounds.parquet").to_pylist()
+    except (OSError, pa.ArrowInvalid):
+        return {}
+    rows = [row for row in rows if metric_columns.evaluated(row)][-count:]
+    names = metric_columns.of(rows[-1]) if rows else ()
+    scores = {name: [row.get(name) for row in rows] for name in names}
+    return {name: float(np.mean(values)) for name, values in scores.items() if None not in values}
 
 
 def trained(trials: Path) -> dict[str, bool]:

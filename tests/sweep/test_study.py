@@ -16,11 +16,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
 from conftest import SMALL, messages
 from rich.console import Console
+from scipy import stats
 from test_same_bits import kill_tree
 
 import raydpfl
@@ -34,6 +36,7 @@ from raydpfl.sweep.study.schema import RESERVED
 from raydpfl.sweep.trials import name_of, short
 from raydpfl.sweep.tune import take_turns
 
+ONE_TRY = {"tuning_seeds": 1, "grow": 0}
 ARMS = ("Free", "Data", "Uniform")  # of which none takes a number
 MACHINE = ["seconds", "wall_seconds", "clients_per_second", "peak_rss_mb"]
 OWN = """
@@ -77,7 +80,7 @@ def tree(**parts) -> dict:
         "Uniform": {"bounding": {"kind": "clip", "bound": 1.0}, "noise": noise},
     }
     made = {
-        "study": {"id": "mine/small", "seeds": 2, "same_bits": [["Data", "Uniform"]]},
+        "study": {"id": "mine/small", "seeds": 2, "same_bits": [["Data", "Uniform"]]} | ONE_TRY,
         **base,
         "panels": {"data.partition": {"iid": {"kind": "iid"}, "shards": {"kind": "shards"}}},
         "arms": arms,
@@ -220,7 +223,7 @@ def test_the_file_that_the_documentation_shows_can_be_run(scale, tmp_path, monke
     else:
         arms = ("Free", "Clip", "Weighted", "Mine")
         count = [sum(cell.arm == arm for cell in asked.cells) for arm in arms]
-        assert count == [16, 16, 16, 8] and asked.runs()["tried"] == 2 * 2 * 2 * 2 * 2
+        assert count == [16, 16, 16, 8] and asked.runs()["tried"] == 2 * 2 * 2 * 2 * 2 * 2
         (identity,) = asked.same_bits
         assert len(identity.groups) == 8  # half of all
 
@@ -234,7 +237,7 @@ def test_an_axis_has_no_name_of_a_column(axis):
 def test_the_names_that_no_axis_may_have_are_all_columns_that_are_no_numbers(tmp_path):
     found = played(study(), tmp_path)
     texts = {"seed", "chosen", "seconds"}
-    for table in (found.results, found.tuning):
+    for table in (found.results, found.resamples, found.tuning):
         texts |= {field.name for field in table.schema if str(field.type) == "string"}
     assert texts - {"data.partition"} == RESERVED
 
@@ -383,6 +386,183 @@ def test_whatever_the_order_of_the_results_the_same_is_run_and_chosen(tmp_path):
     assert {row["seed"] for row in tried} == {0} and {row["seed"] for row in final} == {1, 2}
 
 
+def scored(monkeypatch, score) -> None:
+    """Has every run reach what `score` says of its experiment, in place of a number by chance."""
+
+    def number(trial):
+        trial.status = "completed"
+        trial.summary = {
+            "status": "completed",
+            "seed": trial.seed,
+            "model_sha256": name_of(trial.experiment),
+            "guarantees": [],
+            "norm_mean": 1.0,
+            "seconds": 1.0,
+            "validation_accuracy": score(trial.experiment),
+            "test_accuracy": score(trial.experiment),
+        }
+
+    monkeypatch.setattr("test_study.finish", lambda trial, failing: number(trial))
+
+
+def two_tuned(**about) -> dict:
+    """A study of two arms that tune one rate each, at one label."""
+    noise = {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-5}
+    arms = {
+        "Clip": {"bounding": {"kind": "clip", "bound": 1.0}, "noise": noise},
+        "Free": {"bounding": {"kind": "none"}, "noise": {"kind": "none"}},
+    }
+    given = tree(arms=arms, panels={"size": {"few": {"data.clients": 20}}}, show=[])
+    given["local"]["lr"] = {"tune": [0.1, 0.2]}
+    given["study"] = {"id": "mine/two", "seeds": 3, **about}
+    return given
+
+
+def test_grids_of_all_arms_of_a_panel_grow_where_one_chooses_an_end(tmp_path, monkeypatch):
+    # Clip is best at a rate of 0.8, two doublings beyond its grid; Free at 0.1
+    best = {"clip": 0.8, "none": 0.1}
+    scored(monkeypatch, lambda run: -abs(np.log(run.local.lr / best[run.bounding.kind])) / 10)
+    seen = []
+    for order in range(6):
+        given = two_tuned(grow=3)
+        runner = runner_of(Study.from_dict(given), tmp_path / str(order))
+        play(runner, order)
+        result = runner.gather(over=True)
+        seen.append(rows_of(result))
+        tried = {}
+        for row in result.tuning.to_pylist():
+            tried.setdefault(row["arm"], set()).add(json.loads(row["values"])["local.lr"])
+        # three values at the upper end, as Clip asks for two of them and a third proves the choice
+        # to lie inside; and below, as Free's choice was an end
+        assert tried["Clip"] == tried["Free"] == {0.05, 0.1, 0.2, 0.4, 0.8, 1.6}
+        chosen = {r["arm"]: json.loads(r["values"])["local.lr"] for r in result.results.to_pylist()}
+        assert chosen == {"Clip": 0.8, "Free": 0.1}
+        assert result.summary["tuning"]["equal"]
+    assert all(each == seen[0] for each in seen)
+
+
+def test_a_grid_grows_within_its_limit_and_where_its_key_takes_the_value(tmp_path, monkeypatch):
+    scored(monkeypatch, lambda run: run.local.lr / 10)
+    found = runner_of(Study.from_dict(two_tuned(grow=1)), tmp_path / "one")
+    play(found, 0)
+    rates = {json.loads(row["values"])["local.lr"] for row in rows_of(found.gather(over=True))[1]}
+    assert rates == {0.1, 0.2, 0.4}
+    scored(monkeypatch, lambda run: run.server.momentum)
+    given = two_tuned(grow=2)
+    given["local"]["lr"] = 0.1
+    given["server"] = {"kind": "momentum", "momentum": {"tune": [0.3, 0.9]}}  # 2.7 is none
+    found = runner_of(Study.from_dict(given), tmp_path / "two")
+    play(found, 0)
+    rows = rows_of(found.gather(over=True))[1]
+    assert {json.loads(row["values"])["server.momentum"] for row in rows} == {0.3, 0.9}
+
+
+def test_the_choice_is_by_the_mean_over_tuning_seeds_and_each_resample_has_its_own(
+    tmp_path, monkeypatch
+):
+    def score(run):  # seed 0 is for 0.1, by little; seed 1 for 0.2
+        by = {0: {0.1: 0.6, 0.2: 0.5}, 1: {0.1: 0.1, 0.2: 0.9}}
+        return by.get(run.seed, {0.1: 0.3, 0.2: 0.4})[run.local.lr]
+
+    scored(monkeypatch, score)
+    runner = runner_of(Study.from_dict(two_tuned(grow=0)), tmp_path)
+    play(runner, 3)
+    result = runner.gather(over=True)
+    tried = {row["seed"] for row in result.tuning.to_pylist()}
+    final = {row["seed"] for row in result.results.to_pylist()}
+    assert tried == {0, 1} and final == {2, 3, 4}
+    assert {json.loads(row["values"])["local.lr"] for row in result.results.to_pylist()} == {0.2}
+    chosen = {
+        row["tuning_seeds"]: (json.loads(row["values"])["local.lr"], row["test_accuracy"])
+        for row in result.resamples.to_pylist()
+    }
+    assert chosen == {"0 0": (0.1, 0.3), "0 1": (0.2, 0.4), "1 1": (0.2, 0.4)}
+    # the mean by resample: 0.3 with probability 1/4, else 0.4; K / (K - 1) = 2
+    spread = next(iter(runner.progress.values())).values("test_accuracy").spread()
+    assert spread.mean == pytest.approx(0.4)
+    assert spread.error == pytest.approx(np.sqrt(2 * 0.25 * 0.75 * 0.1**2))
+
+
+CLAIM = {"says": "Clip is ahead", "larger": {"arm": "Clip"}, "smaller": {"arm": "Free"}}
+
+
+@pytest.mark.parametrize(
+    ("gain", "more", "verdict"),
+    [
+        ([0.1, 0.12, 0.11], {}, "holds"),
+        ([-0.1, -0.12, -0.11], {}, "reversed"),
+        ([0.1, -0.1, 0.02], {}, "not resolved"),
+        ([0.1, 0.12, 0.11], {"by": 0.2}, "reversed"),
+        ([0.001, -0.001, 0.0], {"within": 0.01}, "holds"),
+        ([0.1, 0.12, 0.11], {"within": 0.01}, "reversed"),
+    ],
+)
+def test_the_verdict_on_a_claim_is_computed_from_paired_differences(
+    gain, more, verdict, tmp_path, monkeypatch
+):
+    level = {1: 0.5, 2: 0.6, 3: 0.7}  # what the arms of a seed share
+    scored(
+        monkeypatch,
+        lambda run: level[run.seed] + (gain[run.seed - 1] if run.bounding.kind == "clip" else 0),
+    )
+    given = two_tuned(
+        tuning_seeds=1, grow=0, claims=[CLAIM | more, CLAIM | {"at": {"size": "few"}}]
+    )
+    given["local"]["lr"] = 0.1
+    runner = runner_of(Study.from_dict(given), tmp_path)
+    play(runner, 0)
+    claim, other = runner.gather(over=True).summary["claims"]
+    assert claim["verdict"] == verdict
+    assert claim["difference"] == pytest.approx(np.mean(gain))
+    # two claims: each interval is at 1 - 0.05 / 2
+    half = stats.t.ppf(1 - 0.05 / 4, 2) * np.std(gain, ddof=1) / np.sqrt(3)
+    assert other["high"] - other["low"] == pytest.approx(2 * half)
+    assert (claim["cells"], claim["seeds"], claim["level"]) == (1, 3, 0.975)
+
+
+def test_a_claim_over_several_cells_does_not_hold_where_one_is_reversed(tmp_path, monkeypatch):
+    def score(run):
+        gain = {20: 0.3, 40: -0.1}[run.data.clients]
+        return 0.5 + run.seed / 1000 + (gain if run.bounding.kind == "clip" else 0)
+
+    scored(monkeypatch, score)
+    drop = {"says": "a difference of differences"}
+    drop["larger"] = [{"arm": "Clip", "size": "few"}, {"arm": "Free", "size": "many"}]
+    drop["smaller"] = [{"arm": "Free", "size": "few"}, {"arm": "Clip", "size": "many"}]
+    given = two_tuned(tuning_seeds=1, grow=0, claims=[CLAIM, drop])
+    given["panels"]["size"]["many"] = {"data.clients": 40}
+    given["local"]["lr"] = 0.1
+    runner = runner_of(Study.from_dict(given), tmp_path)
+    play(runner, 0)
+    claim, drop = runner.gather(over=True).summary["claims"]
+    counts = [claim[name] for name in ("cells", "holds", "reversed")]
+    assert claim["difference"] == pytest.approx(0.1) and counts == [2, 1, 1]
+    assert claim["verdict"] == "not resolved"
+    assert drop["difference"] == pytest.approx(0.4) and drop["verdict"] == "holds"
+
+
+def test_a_claim_is_not_run_where_none_of_its_cells_is(tmp_path, monkeypatch):
+    scored(monkeypatch, lambda run: 0.5)
+    given = two_tuned(tuning_seeds=1, claims=[CLAIM])
+    given["local"]["lr"] = 0.1
+    asked = Study.from_dict(given, only={"arm": ["Free"]})
+    assert [cell.arm for cell in asked.cells] == ["Free"]
+    assert Study.from_dict(yaml.safe_load(asked.to_yaml())).cells[0].arm == "Free"
+    runner = runner_of(asked, tmp_path)
+    play(runner, 0)
+    (claim,) = runner.gather(over=True).summary["claims"]
+    assert claim["verdict"] == "not run"
+
+
+def test_arms_that_are_the_same_bits_are_named(tmp_path):
+    given = tree()
+    given["arms"]["Twin"] = given["arms"]["Uniform"]
+    equal = played(given, tmp_path).summary["equal_arms"]
+    assert equal == [
+        {"arms": ["Uniform", "Twin"], "at": {"data.partition": name}} for name in ("iid", "shards")
+    ]
+
+
 def test_a_label_stays_what_it_is_where_runs_have_a_number_of_its_name(tmp_path):
     final, _ = rows_of(played(study(panels={"rounds": [1, 2]}), tmp_path))
     assert {row["rounds"] for row in final} == {"1", "2"}
@@ -430,7 +610,7 @@ def test_a_loss_is_better_the_smaller_and_any_number_as_the_study_says(better, p
 
 
 def test_a_value_whose_run_fails_is_not_chosen_and_no_failure_of_the_study(tmp_path):
-    asked = study(study={"id": "a", "seeds": 2})
+    asked = study(study={"id": "a", "seeds": 2} | ONE_TRY)
     found = played(asked, tmp_path, failing=("local.lr=0.05 tried",))
     rates = {json.loads(row["values"]).get("local.lr") for row in found.results.to_pylist()}
     assert rates == {None, 0.2}
@@ -438,7 +618,7 @@ def test_a_value_whose_run_fails_is_not_chosen_and_no_failure_of_the_study(tmp_p
 
 
 def test_a_cell_without_a_value_or_a_number_has_no_result_and_the_others_have(tmp_path):
-    asked = study(study={"id": "a", "seeds": 2})
+    asked = study(study={"id": "a", "seeds": 2} | ONE_TRY)
     failing = ("Clip data.partition=iid", "Free data.partition=shards seed=2")
     found = played(asked, tmp_path, failing=failing)
     rows = [(row["arm"], row["data.partition"], row["status"]) for row in found.results.to_pylist()]
@@ -454,7 +634,7 @@ def test_a_cell_without_a_value_or_a_number_has_no_result_and_the_others_have(tm
 
 
 def test_several_studies_take_turns_where_one_has_to_wait(tmp_path):
-    others = [study(study={"id": name, "seeds": 1}) for name in ("a", "b")]
+    others = [study(study={"id": name, "seeds": 1} | ONE_TRY) for name in ("a", "b")]
     runners = [runner_of(each, tmp_path / each.about.id) for each in others]
     given = play(runners, 5)
     assert len(given) == 2 * sum(others[0].runs().values())

@@ -12,26 +12,31 @@ from pydantic import Field
 
 from raydpfl.config.overrides import at
 from raydpfl.report.figures.base import Missing, Names, Piece, ReportItem, name_of
-from raydpfl.report.labels import numeric, quantity
+from raydpfl.report.labels import counted, numeric, quantity
 from raydpfl.report.run_reader import (
     LabelledRun,
     grouped,
     in_order,
     labels_of,
     largest_held,
+    values_of,
     varying,
 )
-from raydpfl.report.statistics import SeedSpread, over_seeds, paired
+from raydpfl.report.statistics import SeedSpread, SeedValues, over_seeds, total
 from raydpfl.report.tables import (
     PrintedCell,
     Row,
     Table,
     axes_row,
+    half_row,
     mean_cell,
     spread_row,
     without_empty,
 )
 
+PLUS_MINUS = "\N{PLUS-MINUS SIGN}"
+REPETITION = "and half of the 95 % interval in which the mean of as many other seeds falls, tuning "
+REPETITION += "included."
 Key = tuple[tuple[str, ...], str]  # of a cell: the labels of its row, and that of its column
 
 
@@ -39,9 +44,10 @@ class TableItem(ReportItem):
     """A table of the number `of` (a score of the last round, or any number of the summary), with
     `rows` and `columns` for axes; any other axis that varies is put to the rows.
 
-    It gives the means with their standard deviations over the seeds; with `best`, those of the best
-    round too; differences to the column `against` (by default the first), seed by seed; and all of
-    it with a row for each cell, with what holds and what is printed. `published` names the table of
+    It gives the means with the intervals in which those of a repetition fall; with `best`, those of
+    the best round too; differences to the column `against` (by default the first), seed by seed,
+    with their intervals, at a level that is corrected for the number of columns; and all of it with
+    a row for each cell, with what holds and what is printed. `published` names the table of
     printed numbers, `match` the axis of each of its columns (where labels do not say it by
     themselves), `where` what must stand in others of them, and `value` the column of the number.
     """
@@ -81,22 +87,30 @@ class TableItem(ReportItem):
             return Table(name, title, caption, rows, unit=measured.stored_unit)
 
         def means(name: str) -> list[Row]:
-            return grid.rows(lambda key: mean_cell(grid.spread(name, key), measured.percent))
+            def cell(key: Key) -> PrintedCell | None:
+                spread = grid.spread(name, key)
+                return mean_cell(spread, spread.repetition(), measured.percent)
 
-        text = "Means and sample standard deviations over the seeds, in the "
+            return grid.rows(cell)
+
+        text = f"Means over the seeds, {REPETITION} In the "
         name = name_of("table", self.of)
-        tables = [table(name, title, f"{text}last round.", means(self.of))]
+        tables = [table(name, title, f"{text}last rounds.", means(self.of))]
         if self.best and grid.has(best):
             text += "best round. It is chosen by what is shown, on the test set, which flatters."
             tables.append(table(name_of("table", best), f"{title}, best round", text, means(best)))
         if len(grid.across) > 1 and any(case.seed is not None for case in cases):
-            text = f"Differences to {base} seed by seed, in the last round: mean and sample "
-            text += f"standard deviation over the seeds that both have{points}."
+            level = 1 - 0.05 / (len(grid.across) - 1)
+            text = f"Differences to {base} seed by seed, in the last rounds{points}: means over "
+            text += "the seeds that both have, and half of the 95 % interval of the true mean"
+            text += f", corrected for {counted(len(grid.across) - 1, 'comparison')} a row."
             name = name_of("differences", self.of)
-            rows = grid.rows(
-                lambda key: mean_cell(grid.gain(self.of, key, base), measured.percent, sign=True),
-                without=base,
-            )
+
+            def difference(key: Key) -> PrintedCell | None:
+                gain = grid.gain(self.of, key, base)
+                return mean_cell(gain, gain.half_width(level), measured.percent, sign=True)
+
+            rows = grid.rows(difference, without=base)
             tables.append(table(name, f"{title}, against {base}", text, rows))
         text = f"All of it, a row for each cell; differences seed by seed{points}."
         more = ""
@@ -120,6 +134,8 @@ class TableItem(ReportItem):
                 **spread_row("mean", "std", mean, percent),
                 **spread_row("best round", "std of the best", grid.spread(best, key), percent),
                 **spread_row(f"against {base}", "std of the difference", gain, percent),
+                **half_row(f"interval of the mean {PLUS_MINUS}", mean.repetition(), percent),
+                **half_row(f"interval of the difference {PLUS_MINUS}", gain.half_width(), percent),
                 "epsilon that holds": largest_held([case.run for case in cases]),
                 "printed": ours,
                 "printed for another task": other,
@@ -187,20 +203,18 @@ class CellGrid:
         """Whether any cell has this number."""
         return any(self.spread(name, key).count for key in self.cells)
 
-    def values(self, name: str, key: Key) -> dict[int, float | None]:
+    def values(self, name: str, key: Key) -> SeedValues:
         """A number of a cell, by seed."""
-        return {
-            place if case.seed is None else case.seed: case.number(name)
-            for place, case in enumerate(self.cells.get(key, ()))
-        }
+        return values_of(self.cells.get(key, ()), name)
 
     def spread(self, name: str, key: Key) -> SeedSpread:
         """A number of a cell over its seeds."""
-        return over_seeds(self.values(name, key))
+        return self.values(name, key).spread()
 
     def gain(self, name: str, key: Key, base: str) -> SeedSpread:
         """The difference of a cell to that of a column in its row, seed by seed."""
-        return paired(self.values(name, key), self.values(name, (key[0], base)))
+        against = self.values(name, (key[0], base))
+        return total([(1, self.values(name, key)), (-1, against)]).spread()
 
 
 class Values(ReportItem):
@@ -225,13 +239,13 @@ class Values(ReportItem):
         for labels in in_order(cells, cases, axes):
             row = axes_row(axes, labels)
             for name in self.of:
-                numbers = {at: case.number(name) for at, case in enumerate(cells[labels])}
-                row[quantity(name)] = mean_cell(over_seeds(numbers), quantity(name).percent)
+                spread = values_of(cells[labels], name).spread()
+                row[quantity(name)] = mean_cell(spread, spread.repetition(), quantity(name).percent)
             rows.append(row)
         title = self.title or "Values"
         if all(row[quantity(name)] is None for row in rows for name in self.of):
             return [Missing(title, f"needs {', '.join(self.of)} in the summaries of the runs")]
-        caption = "Means and sample standard deviations over the seeds. From results.parquet."
+        caption = f"Means over the seeds, {REPETITION} From results.parquet."
         return [Table(name_of("values", *self.of), title, caption, rows)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 from raydpfl.config.yaml import read
 from raydpfl.report.figures import Missing, Piece, Words, parse
 from raydpfl.report.figures.final_metric import Tuned
+from raydpfl.report.figures.table import REPETITION
 from raydpfl.report.html import Page, PageSection, Tile
 from raydpfl.report.labels import (
     Quantity,
@@ -20,6 +22,7 @@ from raydpfl.report.labels import (
     listed,
     number,
     quantity,
+    with_std,
 )
 from raydpfl.report.pages.base import PageSource, not_completed, time_tile
 from raydpfl.report.pages.run import KINDS
@@ -32,9 +35,10 @@ from raydpfl.report.run_reader import (
     labels_of,
     largest_stated,
     read_table,
+    values_of,
     varying,
 )
-from raydpfl.report.statistics import over_seeds
+from raydpfl.report.statistics import Resample, over_seeds
 from raydpfl.report.tables import PrintedCell, Row, Table, axes_row
 
 ENDED = ("completed", "budget", "stopped")
@@ -43,7 +47,7 @@ ResultRow = Mapping[str, Any]  # of results.parquet or tuning.parquet
 
 
 class StudySource(PageSource):
-    """A study: study.yaml. `results` and `tuning` are the rows of its tables."""
+    """A study: study.yaml. `results`, `resamples` and `tuning` are the rows of its tables."""
 
     name: ClassVar[str] = "study"
     file: ClassVar[str] = "study.yaml"
@@ -55,6 +59,7 @@ class StudySource(PageSource):
         self.show: list[Any] = tree.get("show") or []
         self.summary = Run(folder, folder.resolve().name, self.flaws).summary
         self.results = read_table(folder / "results.parquet", self.flaws).to_pylist()
+        self.resamples = read_table(folder / "resamples.parquet", self.flaws).to_pylist()
         self.tuning = read_table(folder / "tuning.parquet", self.flaws).to_pylist()
 
     def page(self) -> Page:
@@ -63,13 +68,18 @@ class StudySource(PageSource):
         shown = [piece for item in items for piece in item.shown(cases)]
         held = [epsilons(cases), words(cases)] if cases else []
         sections = [
-            PageSection("What it claims and what was chosen", self.claims()),
+            PageSection("What it shows and what was chosen", self.shows()),
+            PageSection("Claims", self.claims()),
             PageSection("Results", shown),
             PageSection("Privacy", held),
             PageSection("Identities", self.identities()),
             PageSection("How values were chosen", self.choices()),
             PageSection("Runs", [self.final_runs()]),
             PageSection("Study", [self.file_text(self.file)]),
+        ]
+        sections = [
+            replace(section, pieces=[self.dated(piece) for piece in section.pieces])
+            for section in sections
         ]
         title = f"Study {self.about.get('id', self.folder.resolve().name)}"
         title += f": {self.about['title']}" if self.about.get("title") else ""
@@ -80,6 +90,16 @@ class StudySource(PageSource):
         runs = dict.fromkeys(case.run for case in self.cases)
         return [Run(run.folder, f"{name}/{Path(run.name).name}") for run in runs]
 
+    def dated(self, piece: Piece) -> Piece:
+        """A piece that says, where it is a table, what it was computed by."""
+        by = self.summary.get("computed_by")
+        if not by or not isinstance(piece, Table):
+            return piece
+        at = f" at commit {by['commit']}" if by.get("commit") else ""
+        names = ", ".join(f"{name} {by[name]}" for name in ("torch", "numpy", "ray") if name in by)
+        text = f"Computed by raydpfl {by['raydpfl']}{at}, compiled code {by['compiled']}, {names}."
+        return replace(piece, caption=f"{piece.caption} {text}")
+
     @cached_property
     def cases(self) -> list[LabelledRun]:
         """The final runs that came to an end. One that is the same under every accounting, as it
@@ -88,6 +108,11 @@ class StudySource(PageSource):
         accountings = [*dict.fromkeys(row["accounting"] for row in self.results)]
         runs: dict[str, Run] = {}
         cases = []
+        resampled: dict[tuple[Any, ...], dict[Resample, ResultRow]] = {}
+        for row in self.resamples:
+            if row["status"] in ENDED:
+                seeds = tuple(map(int, row["tuning_seeds"].split()))
+                resampled.setdefault(place_of(row), {})[seeds] = row
         for row in self.results:
             if row["status"] not in ENDED:
                 continue
@@ -96,10 +121,36 @@ class StudySource(PageSource):
             every = [row["accounting"]] if row["accounting"] else [*filter(None, accountings)]
             for accounting in every or [None]:
                 labels = labels_in({**row, "accounting": accounting})
-                cases.append(LabelledRun(labels, run, row, row["seed"], self.folder))
+                others = resampled.get(place_of(row), {})
+                cases.append(LabelledRun(labels, run, row, row["seed"], self.folder, others))
         return cases
 
     def claims(self) -> list[Piece]:
+        """The verdict on each claim, and the arms that are one."""
+        rows: list[Row] = []
+        for one in self.summary.get("claims", ()):
+            measured = quantity(one["of"])
+            percent = measured.percent
+            level = one.get("level")
+            numbers = {"difference": one.get("difference"), "from": one.get("low")}
+            numbers |= {"to": one.get("high"), "by": one.get("within") or one["by"] or None}
+            row: Row = {"claim": one["says"], "verdict": one["verdict"], "of": measured.label}
+            row |= {Quantity(head, head, percent=percent): each for head, each in numbers.items()}
+            row |= {"level": level and f"{level:.2%}", "seeds": one.get("seeds")}
+            row |= {"cells": one["cells"], "of them hold": one.get("holds")}
+            rows.append(row | {"of them reversed": one.get("reversed")})
+        caption = "The difference that each claim says is above 0 (or above, or within, the number "
+        caption += "of `by`), paired by seed and averaged over its cells, and its interval, tuning "
+        caption += "included, at a level corrected for the number of claims. From summary.json."
+        pieces: list[Piece] = [Table("claims", "Claims", caption, rows)] if rows else []
+        equal = []
+        for one in self.summary.get("equal_arms", ()):
+            at = ", ".join(f"{axis} {name}" for axis, name in one["at"].items())
+            arms = f"{listed(one['arms'])} are the same bits in all seeds"
+            equal.append(f"{arms}{f' at {at}' if at else ''}.")
+        return [*pieces, Words("Arms that are one", equal)] if equal else pieces
+
+    def shows(self) -> list[Piece]:
         """What the study shows, and what was chosen for it."""
         titles = {"shows": "The claim", "lost": "Not stated, and chosen here"}
         return [
@@ -134,6 +185,11 @@ class StudySource(PageSource):
         ]
         if tried := summary.get("tried", {}).get("runs"):
             tiles.append(Tile("runs to choose by", number(tried), "on rows held out of training"))
+        if claims := [one["verdict"] for one in summary.get("claims", ())]:
+            counts = {name: claims.count(name) for name in ("reversed", "not resolved", "not run")}
+            others = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+            held_claims = f"{claims.count('holds')} of {len(claims)}"
+            tiles.append(Tile("claims that hold", held_claims, others))
         if claimed := summary.get("identities", ()):
             held = sum(claim["held"] is True for claim in claimed)
             tiles.append(Tile("identities that held", f"{held} of {len(claimed)}", "bit by bit"))
@@ -212,6 +268,11 @@ def axes_of(row: ResultRow) -> list[str]:
     return [*names[: names.index("arm")], "arm", "accounting"]
 
 
+def place_of(row: ResultRow) -> tuple[Any, ...]:
+    """The cell of a row, and its seed."""
+    return (*(row[axis] for axis in axes_of(row)), row["seed"])
+
+
 def labels_in(row: ResultRow) -> dict[str, str]:
     """The labels of a row, by axis."""
     return {axis: row[axis] for axis in axes_of(row) if row[axis] is not None}
@@ -238,17 +299,17 @@ def outcomes(cases: Sequence[LabelledRun], numbers: Sequence[str]) -> list[str]:
     if not named:
         return ["What came of it stands in the figures."]
     measured = quantity(named[0])
-    lines = [f"{measured.words.capitalize()} in the last round, means over the seeds"]
+    lines = [f"{measured.words.capitalize()} in the last rounds, {REPETITION.removesuffix('.')}"]
     lines[0] += ", the best first." if measured.better else "."
     panels = arrange(cases, "arm")
     for panel in panels[:OUTCOMES]:
-        means = []
-        for arm in panel.groups:
-            numbers_of = {at: case.number(named[0]) for at, case in enumerate(arm.cases)}
-            means.append((arm.label, over_seeds(numbers_of).mean))
-        ranked = [pair for pair in means if pair[1] == pair[1]]
-        ranked.sort(key=lambda pair: -measured.better * pair[1])
-        arms = ", ".join(f"{arm} {number(mean, measured.percent)}" for arm, mean in ranked)
+        spreads = [(arm.label, values_of(arm.cases, named[0]).spread()) for arm in panel.groups]
+        ranked = [pair for pair in spreads if pair[1].count]
+        ranked.sort(key=lambda pair: -measured.better * pair[1].mean)
+        arms = ", ".join(
+            f"{arm} {with_std(spread.mean, spread.repetition(), measured.percent)}"
+            for arm, spread in ranked
+        )
         lines.append(f"{panel.title}: {arms}." if panel.title else f"{arms}.")
     more = len(panels) - OUTCOMES
     if more > 0:
@@ -297,23 +358,29 @@ def chosen_values(rows: Sequence[ResultRow], judge: str) -> Table:
     measured = quantity(judge)
     shown: list[Row] = []
     for labels, tries in grouped(rows, lambda row: tuple(row[axis] or "" for axis in axes)).items():
-        every = [json_of(row["values"]) for row in tries]
+        settings = grouped(tries, lambda row: row["values"])
+        every = [json_of(text) for text in settings]
         chosen = next((row for row in tries if row["chosen"]), {})
         values = json_of(chosen.get("values"))
-        scores = [row[judge] for row in tries if row[judge] is not None]
-        row = {**axes_row(axes, labels), "runs": len(tries)}
+        means = {
+            text: over_seeds({row["seed"]: row[judge] for row in runs})
+            for text, runs in settings.items()
+        }
+        scores = [spread.mean for spread in means.values() if spread.count]
+        row = {**axes_row(axes, labels), "settings": len(settings), "runs": len(tries)}
         row |= {key: in_print(values[key]) if key in values else "" for key in keys_of(rows)}
-        numbers = {f"{measured.words}, chosen": chosen.get(judge)}
+        best = means[chosen["values"]].mean if chosen else None
+        numbers = {f"{measured.words}, chosen": best}
         numbers |= {"least": min(scores, default=None), "largest": max(scores, default=None)}
         for head, value in numbers.items():
             row[Quantity(head, head, percent=measured.percent)] = value
         row["epsilon of all tries"] = tries[0].get("all_tries_epsilon")
         edges = [key for key in values if edge(values[key], [one.get(key) for one in every])]
         shown.append({**row, "at an edge": listed(edges)})
-    caption = "The values that were chosen, and the numbers that all tries of a cell reached, on "
-    caption += "rows held out of training, with one seed. At an edge: the value is the least or "
+    caption = "The values that were chosen, and the means over the tuning seeds that all settings "
     caption += (
-        "the largest that was tried, so that one beyond may be better. Epsilon of all tries: "
+        "of a cell reached, on rows held out of training. At an edge: the value is the least "
     )
-    caption += "what they spend together, next to the final runs. From tuning.parquet."
+    caption += "or the largest that was tried, so that one beyond may be better. Epsilon of all "
+    caption += "tries: what they spend together, next to the final runs. From tuning.parquet."
     return Table("tuning", "Chosen values", caption, shown)

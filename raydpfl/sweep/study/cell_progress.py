@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.experiment import Experiment
 from raydpfl.privacy import Composition
-from raydpfl.sweep.spaces import points
+from raydpfl.report.labels import edge
+from raydpfl.report.statistics import Resample, SeedValues
+from raydpfl.sweep.spaces import Options, points
 from raydpfl.sweep.study.cells import StudyCell
 from raydpfl.sweep.study.schema import Study
 from raydpfl.sweep.trials import SearchSetting, Trial, best_of
 
+End = tuple[str, str]  # of a grid: its key, and smallest or largest
 Add = Callable[[str, Experiment], Trial]  # the trial of an experiment, made where there is none
 
 
@@ -24,9 +28,12 @@ class CellProgress:
     study: Study
     cell: StudyCell
     references: dict[str, float] | None = None  # numbers from other arms; None: not all known yet
-    tries: list[SearchSetting] = field(default_factory=list)  # of one trial each
+    grid: dict[str, list[Any]] = field(default_factory=dict)  # that of the cell, and what it grew
+    tries: list[SearchSetting] = field(default_factory=list)  # a trial for each tuning seed
     chosen: SearchSetting | None = None  # of `tries`
-    final: SearchSetting | None = None
+    choices: dict[Resample, SearchSetting] = field(default_factory=dict)  # of `tries`
+    final: SearchSetting | None = None  # the final runs of `chosen`
+    resampled: dict[Resample, SearchSetting] = field(default_factory=dict)  # of `choices`
     spent: Composition | None = None  # by all of `tries`, once the study is over; None: no privacy
     problem: str | None = None  # why it can come to no result
 
@@ -42,6 +49,15 @@ class CellProgress:
     @property
     def finals(self) -> list[Trial]:
         return self.final.trials if self.final else []
+
+    def values(self, name: str) -> SeedValues:
+        """A number of its final runs by seed, and by resample of the tuning seeds."""
+
+        def by_seed(setting: SearchSetting) -> dict[int, float | None]:
+            return {trial.seed: trial.value(name) for trial in setting.trials}
+
+        resampled = {key: by_seed(setting) for key, setting in self.resampled.items()}
+        return SeedValues(by_seed(self.final) if self.final else {}, resampled)
 
     def advance(self, of: Mapping[StudyCell, CellProgress], add: Add) -> bool:
         """Makes the runs that can be made now; whether there were any, or a problem."""
@@ -64,20 +80,31 @@ class CellProgress:
         if cell.grid:
             chooser = of[study.chooser(cell)]
             if chooser is self and not self.tries:
-                self._try(values, add)
-                return True
-            if chooser is self:
-                self.chosen = self._choice()
-            elif chooser.problem:
+                self.grid = {key: [*space.options] for key, space in cell.grid.items()}
+                return self.attempt(add)
+            if chooser is self and self.chosen is None:
+                return self._choose(of, add)
+            if chooser.problem:
                 why = f"{chooser.cell.named()}: {chooser.problem}"
                 raise RunError(f"no values were chosen: {why}")
             if chooser.chosen is None:
                 return False
-            values |= {key: chooser.chosen.values[key] for key in cell.grid}
-        experiments = [cell.experiment(values, seed) for seed in study.final_seeds()]
-        trials = [add(cell.named(values), experiment) for experiment in experiments]
-        self.final = SearchSetting(values, experiments[0], trials)
+            self.final = self._final(values, chooser.chosen, add)
+            for resample, choice in chooser.choices.items():
+                self.resampled[resample] = self._final(values, choice, add)
+            return True
+        self.final = self._final(values, None, add)
         return True
+
+    def _final(
+        self, values: Mapping[str, Any], choice: SearchSetting | None, add: Add
+    ) -> SearchSetting:
+        """The final runs with a choice of the values that are open."""
+        values = {**values, **{key: choice.values[key] for key in self.cell.grid if choice}}
+        seeds = self.study.final_seeds()
+        experiments = [self.cell.experiment(values, seed) for seed in seeds]
+        trials = [add(self.cell.named(values), experiment) for experiment in experiments]
+        return SearchSetting(values, experiments[0], trials)
 
     def _references(self, of: Mapping[StudyCell, CellProgress]) -> dict[str, float] | None:
         """The numbers that the runs of other arms give; None as long as one is missing."""
@@ -93,26 +120,90 @@ class CellProgress:
             numbers[key] = reference.times * mean
         return numbers
 
-    def _try(self, values: Mapping[str, Any], add: Add) -> None:
+    def attempt(self, add: Add) -> bool:
+        """Tries what of the grid has not been tried; whether there was any."""
         study, cell = self.study, self.cell
-        grid = [{**values, **point} for point in points(cell.grid)]
-        experiments = [
-            cell.experiment(setting, study.seed, study.about.validation) for setting in grid
-        ]
-        for setting, experiment in zip(grid, experiments, strict=True):
-            trial = add(f"{cell.named(setting)} tried", experiment)
-            self.tries.append(SearchSetting(setting, experiment, [trial]))
+        tried = [setting.values for setting in self.tries]
+        spaces = {key: Options(tuple(values)) for key, values in self.grid.items()}
+        grid = [{**(self.references or {}), **cell.fixed, **point} for point in points(spaces)]
+        for setting in [setting for setting in grid if setting not in tried]:
+            seeds = study.tuning_seeds()
+            experiments = [cell.experiment(setting, seed, study.about.validation) for seed in seeds]
+            trials = [add(f"{cell.named(setting)} tried", one) for one in experiments]
+            self.tries.append(SearchSetting(setting, experiments[0], trials))
+        return len(self.tries) > len(tried)
 
-    def _choice(self) -> SearchSetting | None:
-        """The best of the values tried, the first of equals; None as long as a run of theirs
-        continues. Raises `RunError` if none has a result.
-        """
-        if not all(setting.done for setting in self.tries):
-            return None
-        judge = self.study.about.judge
-        chosen = best_of(self.tries, judge, self.study.sign)
+    def _choose(self, of: Mapping[StudyCell, CellProgress], add: Add) -> bool:
+        """Chooses once no grid of the panel grows; whether there was anything to do."""
+        place = self.study.panel(self.cell)
+        panel = [
+            one
+            for cell, one in of.items()
+            if self.study.chooser(cell) is cell and cell.grid and self.study.panel(cell) == place
+        ]
+        panel = [one for one in panel if not one.problem or one.tries]
+        if not all(one.tries and all(setting.done for setting in one.tries) for one in panel):
+            return False
+        if _grow(panel, add):
+            return True
+        count = len(self.study.tuning_seeds())
+        chosen = self.choice(range(count))
         if chosen is None:
-            first = self.tries[0].trials[0]
+            judge, first = self.study.about.judge, self.tries[0].trials[0]
             why = first.failure() if first.status == "failed" else f"there is no number {judge}"
             raise RunError(f"none of the {len(self.tries)} values tried has a result ({why})")
-        return chosen
+        for resample in itertools.combinations_with_replacement(range(count), count):
+            self.choices[resample] = self.choice(resample) or chosen
+        self.chosen = chosen
+        return True
+
+    def choice(self, resample: Sequence[int]) -> SearchSetting | None:
+        """The best of the values tried by the mean over these of their trials, the first of equals;
+        None where none has a number.
+        """
+        drawn = {
+            replace(one, trials=[one.trials[seed] for seed in resample]): one for one in self.tries
+        }
+        best = best_of(drawn, self.study.about.judge, self.study.sign)
+        return None if best is None else drawn[best]
+
+    def ends(self) -> set[End]:
+        """The ends of its grids that it chooses and that could grow."""
+        chosen = self.choice(range(len(self.study.tuning_seeds())))
+        values = {} if chosen is None else {key: chosen.values[key] for key in self.grid}
+        ends = [(key, edge(value, self.grid[key])) for key, value in values.items()]
+        return {(key, end) for key, end in ends if end and self.beyond(key, end) is not None}
+
+    def beyond(self, key: str, end: str) -> float | int | None:
+        """The value that its grid grows by at an end, in the ratio of the last two; None where it
+        grows no more, has no ratio, or its experiment takes no such value.
+        """
+        numbers = sorted(value for value in self.grid[key] if type(value) in (int, float))
+        first = [value for value in self.cell.grid[key].options if value in numbers]
+        if end == "largest":
+            numbers.reverse()
+        added = numbers.index((min if end == "smallest" else max)(first))
+        if added >= self.study.grow or min(numbers[:2]) <= 0:
+            return None
+        last, before = numbers[:2]
+        value: float | int = float(f"{last * last / before:.6g}")
+        if all(type(each) is int for each in numbers) and value == int(value):
+            value = int(value)
+        try:
+            self.cell.experiment({**self.tries[0].values, key: value}, self.study.seed)
+        except ConfigError:
+            return None
+        return value
+
+
+def _grow(panel: Sequence[CellProgress], add: Add) -> bool:
+    """Adds a value to the grids of all arms of a panel at each end that any of them has chosen, and
+    tries it; whether there was any.
+    """
+    ends = sorted({end for one in panel for end in one.ends()})
+    for one in panel:
+        for key, end in ends:
+            value = one.beyond(key, end) if key in one.grid else None
+            if value is not None:
+                one.grid[key].append(value)
+    return any([one.attempt(add) for one in panel if ends])

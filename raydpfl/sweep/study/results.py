@@ -1,5 +1,7 @@
-"""The results of a study: results.parquet, a row per final run of every cell; tuning.parquet, a row
-per run that values were chosen by, with the epsilon of all of the cell's; and summary.json.
+"""The results of a study: results.parquet, a row per final run of every cell; resamples.parquet,
+such a row for every resample of the tuning seeds, with the setting that these choose;
+tuning.parquet, a row per run that values were chosen by, with the epsilon of all of the cell's; and
+summary.json.
 
 A run that several cells share has a row in each. Axes and labels are text. The metadata of the
 schemas say which columns are epsilons by a rigorous accountant (`rigorous`), which are measured of
@@ -16,9 +18,12 @@ from typing import Any
 import pyarrow as pa
 
 from raydpfl.privacy import RIGOROUS
+from raydpfl.report.labels import counted
+from raydpfl.simulation.provenance import COMPILED, commit, versions
 from raydpfl.sweep.results import choice_is_a_query, epsilons, leaves_out, table
 from raydpfl.sweep.study.cell_progress import CellProgress
-from raydpfl.sweep.study.cells import label
+from raydpfl.sweep.study.cells import StudyCell, label
+from raydpfl.sweep.study.claims import key, verdicts
 from raydpfl.sweep.study.identities import compare, words
 from raydpfl.sweep.study.schema import Study
 from raydpfl.sweep.trials import SearchSetting, Trial, numbers, trained
@@ -34,14 +39,33 @@ STATES = ("completed", "budget", "stopped", "failed", "running", "waiting")
 
 def final(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
     """A row per final run and cell, in the order of the cells and seeds."""
-    rows = []
-    for cell in progress:
-        for trial in cell.finals:
-            summary = trial.summary or {}
-            facts = numbers({key: summary[key] for key in summary if key not in OMITTED})
-            facts |= epsilons(trial) if summary else {}
-            rows.append({**facts, **_row(cell, cell.final, trial)})
+    rows = [
+        _final_row(cell, cell.final, trial)
+        for cell in progress
+        if cell.final
+        for trial in cell.finals
+    ]
     return _table(study, rows, {}, {})
+
+
+def resampled(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
+    """A row per final run, cell and resample of the tuning seeds, which `tuning_seeds` lists."""
+    first = study.tuning_seeds().start
+    rows = [
+        _final_row(cell, setting, trial)
+        | {"tuning_seeds": " ".join(str(first + place) for place in resample)}
+        for cell in progress
+        for resample, setting in cell.resampled.items()
+        for trial in setting.trials
+    ]
+    return _table(study, rows, {"tuning_seeds": pa.string()}, {})
+
+
+def _final_row(cell: CellProgress, setting: SearchSetting, trial: Trial) -> dict[str, Any]:
+    summary = trial.summary or {}
+    facts = numbers({key: summary[key] for key in summary if key not in OMITTED})
+    facts |= epsilons(trial) if summary else {}
+    return {**facts, **_row(cell, setting, trial)}
 
 
 def tuning(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
@@ -49,10 +73,9 @@ def tuning(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
     judge = study.about.judge
     rows = []
     for cell in progress:
-        for setting in cell.tries:
-            (trial,) = setting.trials
+        held = cell.spent and cell.spent.epsilon
+        for setting, trial in ((one, trial) for one in cell.tries for trial in one.trials):
             row = _row(cell, setting, trial) | epsilons(trial)
-            held = cell.spent and cell.spent.epsilon
             row |= {SPENT: held.epsilon if held else None}
             row |= {judge: trial.value(judge), "chosen": setting is cell.chosen}
             rows.append(row | {"seconds": (trial.summary or {}).get("seconds")})
@@ -115,6 +138,11 @@ def summary(
         "trained": {"runs": len(runs), "private": sum(runs.values())},
         "failed": failed,
         "identities": identities,
+        "claims": verdicts(
+            study.claims, study.labels, {key(o.cell.place): o.values for o in progress}
+        ),
+        "equal_arms": _equal_arms(models),
+        "computed_by": {**versions(), "compiled": COMPILED, "commit": commit()},
         "tuning": _choice(study, progress, runs),
     }
 
@@ -122,6 +150,21 @@ def summary(
 def _model(trial: Trial) -> tuple[str, str] | None:
     digest = (trial.summary or {}).get("model_sha256")
     return (trial.folder.name, digest) if trial.finished and digest else None
+
+
+def _equal_arms(models: Mapping[StudyCell, Mapping[int, Any]]) -> list[dict[str, Any]]:
+    """The arms of a panel whose models are the same bits in all seeds."""
+    groups: dict[tuple[Any, ...], list[StudyCell]] = {}
+    for cell, by_seed in models.items():
+        digests = tuple(model and model[1] for model in by_seed.values())
+        if digests and None not in digests:
+            place = (*cell.labels.items(), ("accounting", cell.accounting))
+            groups.setdefault((place, digests), []).append(cell)
+    return [
+        {"arms": [cell.arm for cell in cells], "at": {a: name for a, name in place if name}}
+        for (place, _), cells in groups.items()
+        if len(cells) > 1
+    ]
 
 
 def _states(trials: Iterable[Trial]) -> dict[str, int]:
@@ -168,7 +211,7 @@ def _choice(
     """
     counts: dict[str, list[int]] = {}
     for one in progress:
-        counts.setdefault(one.cell.arm, []).append(one.cell.settings)
+        counts.setdefault(one.cell.arm, []).append(len(one.tries) or one.cell.settings)
     ranges = {arm: [min(numbers), max(numbers)] for arm, numbers in counts.items()}
     # private runs, of which the study no longer has some: of former values, arms and seeds
     tried = {trial.folder.name: trial for one in progress for trial in one.tried}
@@ -178,7 +221,7 @@ def _choice(
     return {
         "judge": study.about.judge,
         "validation": study.about.validation,
-        "seed": study.seed,
+        "seeds": [*study.tuning_seeds()],
         "at": {axis: label(name) for axis, name in study.about.chosen_at.items()},
         "settings": ranges,
         "equal": len({*map(tuple, ranges.values())}) == 1,
@@ -216,11 +259,17 @@ def _statement(study: Study, ranges: Mapping[str, Sequence[int]], private: int, 
         for arm, (least, most) in ranges.items()
     )
     where = "".join(f" at {axis}={label(name)}" for axis, name in about.chosen_at.items())
-    by = f"the {about.judge.replace('_', ' ')} of one run (seed {study.seed}) per setting"
+    runs = counted(len(study.tuning_seeds()), "run")
+    by = f"the mean {about.judge.replace('_', ' ')} of {runs} per setting"
     text = f"Values were chosen in each cell{where} by {by}"
     if about.validation:
         text += f", on {about.validation:.0%} of every client's rows, held out of training"
     text += f"; the test set was not looked at. Settings tried in a cell, by arm: {numbers}."
+    if study.grow:
+        text += (
+            " Where an arm chose an end of a grid, the grids of all arms of its panel grew there"
+        )
+        text += f", by {counted(study.grow, 'value')} at most."
     text += " The final runs have other seeds, and all rows."
     note = f", {former:,} of which are of former settings or arms," if former else ""
     return text + choice_is_a_query(private, note)

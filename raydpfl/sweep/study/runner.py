@@ -29,16 +29,19 @@ from raydpfl.sweep.tune import execute
 
 @dataclass(frozen=True)
 class StudyResult(SearchResult):
-    """A study that is over: `results` has a row per final run of every cell, `tuning` one per run
-    that was tried (see `raydpfl.sweep.study.results`).
+    """A study that is over: `results` has a row per final run of every cell, `resamples` one for
+    each resample of the tuning seeds, `tuning` one per run that was tried (see
+    `raydpfl.sweep.study.results`).
     """
 
     study: Study
     results: pa.Table
+    resamples: pa.Table
     tuning: pa.Table
 
     def tables(self) -> dict[str, pa.Table]:
-        return {"results.parquet": self.results, "tuning.parquet": self.tuning}
+        names = ("results", "resamples", "tuning")
+        return {f"{name}.parquet": getattr(self, name) for name in names}
 
 
 class StudyRunner(SearchRunner):
@@ -50,6 +53,7 @@ class StudyRunner(SearchRunner):
         super().__init__(study, folder, on_change)
         self.study = study
         self.metric = study.about.judge
+        self.last = study.about.last
         self.progress = {cell: CellProgress(study, cell) for cell in study.cells}
         self._root: Path | None = None
 
@@ -58,7 +62,8 @@ class StudyRunner(SearchRunner):
         of each kind of data, those of the first cell that has it.
         """
         self._root = resources.root
-        firsts = [cell.first(self.study.seed + 1) for cell in self.study.cells]
+        seed = self.study.final_seeds().start
+        firsts = [cell.first(seed) for cell in self.study.cells]
         for experiment in {experiment.client: experiment for experiment in firsts}.values():
             resources.check(experiment)
         kinds = {(of.data.kind, of.data.clients): of for of in reversed(firsts)}
@@ -86,7 +91,8 @@ class StudyRunner(SearchRunner):
             tried = [(trial.folder, trial.experiment) for trial in cell.tried]
             cell.spent = together(tried, self._root)
         summary = results.summary(self.study, progress, self.folder, over) | facts
-        tables = results.final(self.study, progress), results.tuning(self.study, progress)
+        made = (results.final, results.resampled, results.tuning)
+        tables = [make(self.study, progress) for make in made]
         return StudyResult(self.folder, summary, summary["reason"], self.study, *tables)
 
     def finish(self, processes: int) -> StudyResult:

@@ -23,6 +23,7 @@ from raydpfl.sweep.search_runner import Difference, stored
 from raydpfl.sweep.spaces import Options, points
 from raydpfl.sweep.study import builtin
 from raydpfl.sweep.study.cells import StudyCell, label, plain, private, put
+from raydpfl.sweep.study.claims import Claim, claim
 from raydpfl.sweep.study.identities import Identity, identity, split
 from raydpfl.sweep.trials import name_of
 
@@ -32,7 +33,7 @@ PARTS = ("study", "scales", "panels", "arms", "show", *SECTIONS)
 # columns of the tables of a study, which no axis may be called
 RESERVED = frozenset(
     ("arm", "accounting", "seed", "status", "values", "chosen", "seconds", "directory", "reason")
-) | {"model_sha256"}
+) | {"model_sha256", "tuning_seeds"}
 Tree = Mapping[str, Any]
 Only = Mapping[str, tuple[str, ...]]  # the labels of axes that are meant
 
@@ -45,13 +46,17 @@ class About(Section):
     shows: str = ""  # what the paper claims with it
     answers: tuple[str, ...] = ()  # other names by which it is found
     lost: str = ""  # what the paper does not state, and what was chosen for it
-    seeds: int = Field(default=3, ge=1)  # of the final runs: seed + 1, seed + 2, ...
+    seeds: int = Field(default=5, ge=1)  # of final runs, which follow the tuning seeds
+    tuning_seeds: int = Field(default=2, ge=1, le=4)  # of every setting: seed, seed + 1, ...
+    last: int = Field(default=3, ge=1)  # evaluations of which every score is the mean
+    grow: int = Field(default=2, ge=0)  # values put to each end of a grid that is chosen
     judge: str = "validation_accuracy"  # the number by which values are chosen
     better: Literal["larger", "smaller"] | None = None  # of a judge that is no loss or accuracy
     validation: float = Field(default=0.1, ge=0, lt=1)  # held out while values are chosen
     chosen_at: Mapping[str, Any] = {}  # labels of axes along which values are chosen at one alone
     accounting: Any = None  # labels of the axis, or a mapping of each to what it means
     same_bits: tuple[Any, ...] = ()
+    claims: tuple[Any, ...] = ()  # see `raydpfl.sweep.study.claims`
     scale: Literal["smoke", "small", "paper"] | None = None  # of one that was begun
 
     def check_judge(self) -> None:
@@ -78,6 +83,8 @@ class Scale(Section):
 
     puts: Mapping[str, Any] = {}
     seeds: int | None = Field(default=None, ge=1)
+    tuning_seeds: int | None = Field(default=None, ge=1, le=4)
+    grow: int | None = Field(default=None, ge=0)
     tries: int | None = Field(default=None, ge=1)  # the first so many values of every grid
     only: Mapping[str, tuple[str, ...]] = {}
 
@@ -113,6 +120,7 @@ class Study:
         seeds: int | None = None,
         place: Path | None = None,
         imports: tuple[str, ...] | None = None,
+        only: Mapping[str, Sequence[str]] | None = None,
     ) -> Study:
         """Raises `ConfigError` naming the first field that is wrong; every experiment that the
         study may make is tried on.
@@ -122,6 +130,7 @@ class Study:
             scale: smoke, small or paper; default: the one that the tree says, or small.
             seeds: How many final runs of every cell; default: as the scale or the study says.
             place, imports: See `Study`.
+            only: Labels by axis: the cells with others are left out.
         """
         if not isinstance(values, Mapping) or "study" not in values:
             raise ConfigError("study", None, "a section with the study's id")
@@ -131,11 +140,16 @@ class Study:
         about = validate(About, "study", values["study"])
         scale = scale or about.scale or "small"
         _check_one_of("--scale", scale, SCALES)
+        tree = copy.deepcopy(dict(values))
+        if only:
+            scales = tree["scales"] = tree.get("scales") or {}
+            changes = scales.setdefault(scale, {})
+            changes["only"] = {**changes.get("only", {}), **{k: [*v] for k, v in only.items()}}
         if seeds is None:
-            seeds = _scales(values).get(scale, Scale()).seeds or about.seeds
+            seeds = _scales(tree).get(scale, Scale()).seeds or about.seeds
         if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
             raise ConfigError("--seeds", seeds, "a whole number of at least 1")
-        study = cls(copy.deepcopy(dict(values)), about, scale, seeds, place, imports)
+        study = cls(tree, about, scale, seeds, place, imports)
         study._check()
         return study
 
@@ -218,11 +232,25 @@ class Study:
 
     @property
     def seed(self) -> int:
-        """Of the runs that values are chosen by; those of final runs follow it."""
+        """The first of the runs that values are chosen by."""
         return int(self.given.get("seed", 0))
 
+    @cached_property
+    def _scale(self) -> Scale:
+        return _scales(self.given).get(self.scale, Scale())
+
+    @property
+    def grow(self) -> int:
+        """Values that are put to each end of a grid that is chosen, at most."""
+        return self.about.grow if self._scale.grow is None else self._scale.grow
+
+    def tuning_seeds(self) -> range:
+        count = self._scale.tuning_seeds or self.about.tuning_seeds
+        return range(self.seed, self.seed + count)
+
     def final_seeds(self) -> range:
-        return range(self.seed + 1, self.seed + 1 + self.seeds)
+        first = self.tuning_seeds().stop
+        return range(first, first + self.seeds)
 
     @property
     def sign(self) -> int:
@@ -247,9 +275,8 @@ class Study:
         """All of them: panels in the order of the file, and in each the accountings, and the
         arms.
         """
-        scale = _scales(self.given).get(self.scale, Scale())
         with importing(self.imports):
-            return [self._cell(place, scale) for place in self._placements(scale.only)]
+            return [self._cell(place) for place in self._placements(self._scale.only)]
 
     @cached_property
     def same_bits(self) -> list[Identity]:
@@ -257,6 +284,13 @@ class Study:
         return [
             identity(f"study.same_bits.{number}", claim, self.cells, placements)
             for number, claim in enumerate(self.about.same_bits)
+        ]
+
+    @cached_property
+    def claims(self) -> list[Claim]:
+        return [
+            claim(f"study.claims.{number}", given, self.labels)
+            for number, given in enumerate(self.about.claims)
         ]
 
     def _placements(self, only: Only) -> Iterator[dict[str, str | None]]:
@@ -268,7 +302,8 @@ class Study:
             if all(place[axis] in names for axis, names in allowed):
                 yield place
 
-    def _cell(self, place: Mapping[str, Any], scale: Scale) -> StudyCell:
+    def _cell(self, place: Mapping[str, Any]) -> StudyCell:
+        scale = self._scale
         name, accounting = place["arm"], place["accounting"]
         arm = self.arms[name]
         tree = put({key: self.given[key] for key in self.given if key in SECTIONS}, arm.puts)
@@ -319,6 +354,15 @@ class Study:
         expected = f"labels at which {cell.arm} stands with the same values to try"
         raise ConfigError("study.chosen_at", dict(self.about.chosen_at), expected)
 
+    def panel(self, cell: StudyCell) -> tuple[Any, ...]:
+        """What the arms share whose grids grow together: the labels of all axes, and how many
+        arms stand before the cell in the line of those that take numbers of others.
+        """
+        depth, line = 0, [cell]
+        while line := [source for each in line for source in self.sources(each).values()]:
+            depth += 1
+        return (*cell.labels.values(), cell.accounting, depth)
+
     def sources(self, cell: StudyCell) -> dict[str, StudyCell]:
         """The cell that gives each number which this one takes, by dotted key."""
         sources = {}
@@ -338,7 +382,8 @@ class Study:
         for cell in self.cells:
             if cell.grid and self.chooser(cell) is cell:
                 for values in cell.tried():
-                    yield cell.experiment(values, self.seed, self.about.validation)
+                    for seed in self.tuning_seeds():
+                        yield cell.experiment(values, seed, self.about.validation)
 
     def planned_runs(self) -> Iterator[tuple[Experiment, int]]:
         """Each experiment that would be run, and how often; the first of the values to be chosen
@@ -346,14 +391,15 @@ class Study:
         """
         yield from ((experiment, 1) for experiment in self.tuning_runs())
         for cell in self.cells:
-            yield cell.first(self.seed + 1), self.seeds
+            yield cell.first(self.final_seeds().start), self.seeds
 
     def runs(self) -> dict[str, int]:
-        """Numbers of runs that values are chosen by, `tried`, and of `final` ones. Upper bounds:
-        cells that choose the same values share final runs.
+        """Numbers of runs that values are chosen by, `tried`, before any grid grows, and of `final`
+        ones, where all tuning seeds choose alike and cells choose apart.
         """
         tried = {name_of(experiment) for experiment in self.tuning_runs()}
-        final = {(name_of(cell.first(self.seed + 1)), str(cell.grid)) for cell in self.cells}
+        seed = self.final_seeds().start
+        final = {(name_of(cell.first(seed)), str(cell.grid)) for cell in self.cells}
         return {"tried": len(tried), "final": len(final) * self.seeds}
 
     def _check(self) -> None:
@@ -369,14 +415,14 @@ class Study:
         for cell in self.cells:
             _check_evaluate(cell)
             for values in cell.tried():
-                cell.experiment(values, self.seed + 1)
+                cell.experiment(values, self.final_seeds().start)
         for _ in self.tuning_runs():
             pass
         judge = self.about.judge
         held_out = self.about.validation or not any(cell.grid for cell in self.cells)
         if set_of(judge) == VALIDATION and not held_out:
             raise ConfigError("study.validation", 0, f"a share above 0, as study.judge is {judge}")
-        _ = self.same_bits
+        _ = self.same_bits, self.claims
         self.published()
         self._check_sources()
 
@@ -385,9 +431,9 @@ class Study:
         onlys = {f"scales.{name}.only": scale.only for name, scale in _scales(self.given).items()}
         onlys |= {f"arms.{name}.only": arm.only for name, arm in self.arms.items()}
         onlys["study.chosen_at"] = _only("study.chosen_at", self.about.chosen_at)
-        for number, claim in enumerate(self.about.same_bits):
+        for number, given in enumerate(self.about.same_bits):
             where = f"study.same_bits.{number}"
-            onlys[where] = _only(where, split(claim)[1])
+            onlys[where] = _only(where, split(given)[1])
         for where, only in onlys.items():
             for axis, names in only.items():
                 _check_one_of(where, axis, self.labels)
