@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -361,6 +361,8 @@ def arrange(
         ]
         title = in_words(dict(zip(axes, labels, strict=True)))
         panels.append(Panel(title, groups, places.get(labels)))
+    if len(panels) == 4 and not places:
+        return [replace(panel, place=divmod(at, 2)) for at, panel in enumerate(panels)]
     return panels
 
 

@@ -72,11 +72,6 @@ def spread_row(mean: str, std: str, spread: SeedSpread, percent: bool) -> Row:
     return {Quantity(head, head, percent=percent): as_number(row[head]) for head in row}
 
 
-def half_row(head: str, half: float, percent: bool) -> Row:
-    """Half of an interval in a column of this head, None for none."""
-    return {Quantity(head, head, percent=percent): as_number(half)}
-
-
 def axes_row(axes: Sequence[str], labels: Sequence[str]) -> Row:
     """Labels, a column for each axis."""
     heads = [Quantity(name, axis(name)) for name in axes]

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from raydpfl.config.overrides import at
 from raydpfl.report.figures.base import Missing, Names, Piece, ReportItem, name_of
-from raydpfl.report.labels import counted, numeric, quantity
+from raydpfl.report.labels import Quantity, as_number, counted, numeric, quantity
 from raydpfl.report.run_reader import (
     LabelledRun,
     grouped,
@@ -28,9 +28,7 @@ from raydpfl.report.tables import (
     Row,
     Table,
     axes_row,
-    half_row,
     mean_cell,
-    spread_row,
     without_empty,
 )
 
@@ -112,7 +110,8 @@ class TableItem(ReportItem):
 
             rows = grid.rows(difference, without=base)
             tables.append(table(name, f"{title}, against {base}", text, rows))
-        text = f"All of it, a row for each cell; differences seed by seed{points}."
+        text = "All of it, a row for each cell, with half of the interval of a repetition; "
+        text += f"differences seed by seed{points}, with half of that of the true mean."
         more = ""
         if self.published:
             more = f" Printed numbers are those of published/{self.published}; a number of another"
@@ -126,16 +125,20 @@ class TableItem(ReportItem):
         best = f"best_{self.of}"
         published = self._published(grid.cases[0].home)
         rows = []
+
+        def columns(head: str, value: float, half: float) -> Row:
+            heads = {head: value, f"{head} {PLUS_MINUS}": half}
+            return {Quantity(h, h, percent=percent): as_number(v) for h, v in heads.items()}
+
         for key, cases in grid.cells.items():
-            mean = grid.spread(self.of, key)
+            mean, top = grid.spread(self.of, key), grid.spread(best, key)
             gain = grid.gain(self.of, key, base) if key[1] != base else over_seeds({})
             ours, other = self._printed(published, grid, cases[0])
             optional = {
-                **spread_row("mean", "std", mean, percent),
-                **spread_row("best round", "std of the best", grid.spread(best, key), percent),
-                **spread_row(f"against {base}", "std of the difference", gain, percent),
-                **half_row(f"interval of the mean {PLUS_MINUS}", mean.repetition(), percent),
-                **half_row(f"interval of the difference {PLUS_MINUS}", gain.half_width(), percent),
+                **columns("mean", mean.mean, mean.repetition()),
+                Quantity("std", "std", percent=percent): as_number(mean.std),
+                **columns("best round", top.mean, top.repetition()),
+                **columns(f"against {base}", gain.mean, gain.half_width()),
                 "epsilon that holds": largest_held([case.run for case in cases]),
                 "printed": ours,
                 "printed for another task": other,

@@ -61,6 +61,7 @@ class ModelPath(PlotItem):
         every = np.concatenate([*paths.values(), marks])
         for which, words, values in zip("xy", ("first", "second"), every.T, strict=True):
             scale(axes, which, Quantity("direction", f"{words} direction"), values)
+        axes.set_aspect("equal", adjustable="datalim")
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
         signs = {"start": "o", "end": "X"} | ({"optimum": "*"} if len(common[1]) else {})
