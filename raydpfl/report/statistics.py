@@ -60,9 +60,9 @@ class SeedValues:
         seeds, chooses again and draws final seeds (Efron and Tibshirani 1993, sec. 6), in closed
         form, as infinitely many draws give it:
 
-            error^2 = mean over resamples of std^2 / n + K / (K - 1) variance of their means,
+            error^2 = mean over resamples of std^2 / n + variance over resamples of their means,
 
-        K the number of tuning seeds; both variances are made unbiased.
+        with the sample variance (n - 1) of the final seeds.
         """
         numbers = _numbers(self.values)
         count, mean = len(numbers), float(np.mean(numbers)) if len(numbers) else math.nan
@@ -78,9 +78,7 @@ class SeedValues:
             shares = shares / shares.sum()
             means = np.array([values.mean() for values in choices.values()])
             inner = np.array([values.var(ddof=1) / len(values) for values in choices.values()])
-            seeds = len(next(iter(choices)))
-            outer = shares @ (means - shares @ means) ** 2 * seeds / max(seeds - 1, 1)
-            error = math.sqrt(shares @ inner + outer)
+            error = math.sqrt(shares @ inner + shares @ (means - shares @ means) ** 2)
         return SeedSpread(count, mean, std, error)
 
 

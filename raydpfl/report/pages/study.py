@@ -134,8 +134,13 @@ class StudySource(PageSource):
             level = one.get("level")
             numbers = {"difference": one.get("difference"), "from": one.get("low")}
             numbers |= {"to": one.get("high"), "by": one.get("within") or one["by"] or None}
-            row: Row = {"claim": one["says"], "verdict": one["verdict"], "of": measured.label}
-            row |= {Quantity(head, head, percent=percent): each for head, each in numbers.items()}
+            unit = ", points" if percent else ""
+            row: Row = {
+                "claim": one["says"],
+                "verdict": one["verdict"],
+                "of": measured.words + unit,
+            }
+            row |= {head: in_points(each, percent) for head, each in numbers.items()}
             row |= {"level": level and f"{level:.2%}", "seeds": one.get("seeds")}
             row |= {"cells": one["cells"], "of them hold": one.get("holds")}
             rows.append(row | {"of them reversed": one.get("reversed")})
@@ -266,6 +271,14 @@ def axes_of(row: ResultRow) -> list[str]:
     """The axes: the columns before the arm, the arm, and the accounting."""
     names = [*row]
     return [*names[: names.index("arm")], "arm", "accounting"]
+
+
+def in_points(value: float | None, percent: bool) -> PrintedCell | None:
+    """A difference in print, that of percentages in points; None for none."""
+    if value is None:
+        return None
+    text = f"{100 * value:+.2f}" if percent else f"{'+' if value > 0 else ''}{number(value)}"
+    return PrintedCell(value, text)
 
 
 def place_of(row: ResultRow) -> tuple[Any, ...]:
