@@ -181,13 +181,17 @@ class Run:
 
     def number(self, name: str) -> float | None:
         """A number of the summary, by its name (of one within a mapping, with a dot); `best_` and
-        a column of which more is better, or less: the best of all rounds.
+        a column of which more is better, or less: the best of all rounds; `rounds.` and a column:
+        the mean over the rounds.
         """
         value: Any = self.summary
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
+        if name.startswith("rounds."):
+            values = self.series(name.partition(".")[2])
+            return float(np.nanmean(values)) if values is not None and some(values) else None
         column = name.removeprefix("best_")
         better = quantity(column).better
         values = self.series(column) if name != column else None

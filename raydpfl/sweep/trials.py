@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, ValidationError
 
@@ -119,9 +120,12 @@ class Trial:
 
     def value(self, name: str) -> float | None:
         """A finite number of its summary, or of its latest evaluation while it runs; None if it
-        failed or has none. A dotted name is a number within a mapping of the summary.
+        failed or has none. A dotted name is a number within a mapping of the summary, or
+        `rounds.COLUMN`, the mean over the rounds of a column of rounds.parquet.
         """
         value = numbers(self.summary or self.report).get(name)
+        if self.summary and name.startswith("rounds."):
+            value = mean_of_rounds(self.folder, name.partition(".")[2])
         if self.status == "failed" or value is None or not math.isfinite(value):
             return None
         return value
@@ -363,6 +367,15 @@ def last_scores(folder: Path, count: int) -> dict[str, float]:
     names = metric_columns.of(rows[-1]) if rows else ()
     scores = {name: [row.get(name) for row in rows] for name in names}
     return {name: float(np.mean(values)) for name, values in scores.items() if None not in values}
+
+
+def mean_of_rounds(folder: Path, column: str) -> float | None:
+    """The mean over the rounds of a run; None where no round has a number in the column."""
+    try:
+        mean = pc.mean(pq.read_table(folder / "rounds.parquet", columns=[column])[column]).as_py()
+    except (OSError, KeyError, pa.ArrowException):
+        return None
+    return mean
 
 
 def trained(trials: Path) -> dict[str, bool]:

@@ -12,27 +12,42 @@ class SelectionProbe(Probe):
     `probability` of each draw, `budget` epsilon_k, `variance` V_k (003 eq. 6), `noise_std`, that of
     its noise on the mean gradient of a local step, and `participations` in the run, draws counted.
 
+    The summary has the `clients`, the `participants`, and of the probabilities of each draw, where
+    there are, the `least_probability` and their `total_variation` from the shares.
+
     Null: a probability where cohorts are not made of independent draws, a budget where clients have
     none, and noise where they draw none at local steps.
     """
 
     kind: str = "selection"
 
-    def afterwards(self, run: Finished) -> dict[str, int]:
+    def afterwards(self, run: Finished) -> dict[str, float]:
         population = run.problem.population
         count = len(population)
         release = {} if run.mechanism is None else run.mechanism.of_clients()
         participations = np.zeros(count, np.int64)
         participations[list(run.participations)] = list(run.participations.values())
+        probabilities = run.problem.selection.probabilities(population)
         columns = {
             "client": np.arange(count),
             "samples": population.sizes,
             "share": population.shares,
-            "probability": run.problem.selection.probabilities(population),
+            "probability": probabilities,
             **{name: release.get(name) for name in ("budget", "variance", "noise_std")},
             "participations": participations,
         }
         absent = pa.nulls(count, pa.float64())
         rows = {name: absent if column is None else column for name, column in columns.items()}
         write_table(run.out / "selection.parquet", pa.table(rows, schema([*columns])))
-        return {"clients": count, "participants": int((participations > 0).sum())}
+        facts: dict[str, float] = {
+            "clients": count,
+            "participants": int((participations > 0).sum()),
+        }
+        if probabilities is None:
+            return facts
+        distance = float(np.abs(probabilities - population.shares).sum() / 2)
+        return {
+            **facts,
+            "least_probability": float(probabilities.min()),
+            "total_variation": distance,
+        }

@@ -131,3 +131,33 @@ class SelectionProbability(PlotItem):
         """Both columns of the clients that have both, float64 [n, 2], by what is across."""
         pairs = run.pairs("selection", COLUMNS[self.x], y)[1]
         return pairs[np.argsort(pairs[:, 0], kind="stable")]
+
+
+class SelectionMap(PlotItem):
+    """A point for each client, its size across, its budget up and its area the probability of a
+    draw (003 Fig. 3).
+    """
+
+    need: ClassVar[Need] = Need(
+        "selection",
+        ("samples", "budget", "probability"),
+        "measure: [selection], of clients with budgets that are drawn one by one",
+    )
+    per_group: ClassVar[bool] = True
+    heading: ClassVar[str] = "Probability of selection by size and budget"
+
+    kind: str = "selection_map"
+
+    def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
+        columns = panel.run.table("selection")
+        clients = np.stack([columns[name] for name in ("samples", "budget", "probability")], 1)
+        clients = clients[np.isfinite(clients).all(1)]
+        sizes, budgets, chances = clients[thin(len(clients), SELECTED)].T
+        style: Any = {"s": 300 * chances / chances.max(), "color": look(0).colour, "alpha": 0.6}
+        axes.scatter(sizes, budgets, **style)
+        scale(axes, "x", quantity("samples"), sizes)
+        scale(axes, "y", quantity("budget"), budgets)
+
+    def caption(self, panels: Sequence[Panel], common: Any) -> str:
+        text = "A point is a client; its area is the probability of a draw, relative to the largest"
+        return f"{text} of the panel.{first_seed(panels)} From selection.parquet."

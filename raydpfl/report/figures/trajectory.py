@@ -17,6 +17,8 @@ POINTS = 80  # models of a run that are drawn, at most
 FEW = 8  # and at least
 NUMBERS = 200_000_000  # of all models together that are read
 
+WIDE = 1.5  # a panel's width over its height
+
 
 class ModelPath(PlotItem):
     """Every model of a run on the two principal directions of the models of all runs together, so
@@ -61,7 +63,12 @@ class ModelPath(PlotItem):
         every = np.concatenate([*paths.values(), marks])
         for which, words, values in zip("xy", ("first", "second"), every.T, strict=True):
             scale(axes, which, Quantity("direction", f"{words} direction"), values)
-        axes.set_aspect("equal", adjustable="datalim")
+        (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+        width = max(right - left, WIDE * (top - bottom))  # of an inch as much across as up
+        middle, centre = (left + right) / 2, (bottom + top) / 2
+        axes.set_xlim(middle - width / 2, middle + width / 2)
+        axes.set_ylim(centre - width / WIDE / 2, centre + width / WIDE / 2)
+        axes.set_aspect("equal", adjustable="box")
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
         signs = {"start": "o", "end": "X"} | ({"optimum": "*"} if len(common[1]) else {})

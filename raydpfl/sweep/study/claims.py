@@ -34,7 +34,7 @@ class Claim(Section):
     says: str = Field(min_length=1)
     of: str = "test_accuracy"
     larger: tuple[Mapping[str, str], ...] = Field(min_length=1)
-    smaller: tuple[Mapping[str, str], ...] = Field(min_length=1)
+    smaller: tuple[Mapping[str, str], ...] = ()  # none: the number 0
     at: Mapping[str, tuple[str, ...]] = {}
     by: float = 0.0  # in the units of the number
     within: float | None = Field(default=None, gt=0)  # in place of `by`
@@ -77,7 +77,7 @@ def claim(where: str, given: Any, labels: Mapping[str, Sequence[str]]) -> Claim:
     """
     fields = dict(given) if isinstance(given, Mapping) else {"says": given}
     for side in ("larger", "smaller"):
-        every = fields.get(side)
+        every = fields.get(side, [] if side == "smaller" else None)
         every = every if isinstance(every, (list, tuple)) else [every]
         fields[side] = [_labels(f"{where}.{side}", each) for each in every]
     at = _labels(f"{where}.at", fields.get("at") or {})
