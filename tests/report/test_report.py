@@ -331,7 +331,9 @@ def test_the_last_facet_goes_across_and_the_others_down(one):
     cases = [LabelledRun({"split": a, "size": b, "by": c}, one) for a, b, c in labels]
     found = arrange(cases, "", ("split", "size"))
     assert [each.place for each in found] == [(0, 0), (0, 1), (1, 0), (2, 1)]
-    assert {each.place for each in arrange(cases, "", ("size",))} == {None}
+    assert {each.place for each in arrange(cases[:3], "", ("size",))} == {None}
+    four = arrange(cases, "", ("size",))  # are two by two
+    assert [each.place for each in four] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     (drawing,) = parse({"curves": "snr", "facet": ["split", "size"]}, "show.0").make(cases)
     assert drawing.across == 2
     titles = [[part and part.title for part in row] for row in drawing.grid()]
@@ -529,6 +531,8 @@ SHOW = """
 - {cloud: angle, only: {accounting: "true"}, note: Of the true ones.}
 - {trajectory: {}}
 - {selection: probability, x: budget}
+- {selection_map: {}}
+- {scatter: test_accuracy, x: rounds.snr, against: B, colour: arm}
 - {values: [test_loss, deep.number]}
 """
 ARMS = ("A-1", "B", "Free")  # the last of them is not private
@@ -594,7 +598,13 @@ def rows_of(items, name):
 def test_a_study_shows_every_item_of_its_list(items):
     found = items
     names = {"test_accuracy-by-round", "test_accuracy-over-data", "cloud", "trajectory"}
-    names |= {"selection-by-budget", "values-test_loss-deep.number", "table-test_accuracy"}
+    names |= {
+        "selection-by-budget",
+        "selection_map",
+        "test_accuracy-over-rounds.snr",
+        "values-test_loss-deep.number",
+        "table-test_accuracy",
+    }
     assert names <= found.keys() and not any(isinstance(each, Missing) for each in found.values())
     assert found["cloud"].caption.endswith("Of the true ones.")
     titles = [f"{a}, {b} accounting" for a in ("iid", "data 0.5") for b in ("paper", "true")]
@@ -604,7 +614,9 @@ def test_a_study_shows_every_item_of_its_list(items):
 def test_a_table_has_means_spreads_and_differences_over_the_seeds(items):
     first = rows_of(items, "table-test_accuracy")[0]
     means = {"A-1": "51.50", "B": "26.50", "Free": "76.50"}
-    means = {arm: f"{mean} \N{PLUS-MINUS SIGN} 0.71 %" for arm, mean in means.items()}
+    # of two seeds 0.01 apart: Student's t with one degree of freedom times 0.005 times sqrt(2)
+    half = f"{100 * 12.7062 * 0.005 * 2**0.5:.2f}"
+    means = {arm: f"{mean} \N{PLUS-MINUS SIGN} {half} %" for arm, mean in means.items()}
     assert first == {"data": "iid", "accounting": "paper", **means}
     paired = rows_of(items, "differences-test_accuracy")[0]
     assert paired["A-1"] == "+25.00 \N{PLUS-MINUS SIGN} 0.00" and "B" not in paired
@@ -645,7 +657,8 @@ def test_a_study_tells_its_scale_and_what_is_broken(study, items):
     assert rows_of(items, "identities")[0]["held"] == "BROKEN"
     assert rows_of(items, "tuning")[0]["local.lr"] == "1"
     assert rows_of(items, "tuning")[0]["at an edge"] == "local.lr and server.lr"
-    assert found.lead[1].startswith("iid, paper accounting: Free 76.50 %, A-1 51.50 %")
+    ranked = "iid, paper accounting: Free 76.50 ± 8.98 %, A-1 51.50 ± 8.98 %, B 26.50 ± 8.98 %."
+    assert found.lead[1] == ranked
 
 
 def test_what_values_were_chosen_by_is_drawn_over_each_of_them(items):
@@ -662,6 +675,61 @@ def test_what_values_were_chosen_by_is_drawn_over_each_of_them(items):
     stars = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "*"]
     assert stars and all(each == [[1.0, 0.5]] for each in stars)
     assert "tuned-server.lr" in items
+
+
+def test_intervals_have_the_choice_of_settings_in_them(tmp_path):
+    folder = studied(tmp_path / "study")
+    rows = pq.read_table(folder / "results.parquet").to_pylist()
+    # where tuning seed 1 alone chooses, A-1 is worse by 0.1
+    resamples = [
+        row | {"tuning_seeds": seeds, "test_accuracy": row["test_accuracy"] - worse}
+        for row in rows
+        if row["arm"] == "A-1"
+        for seeds, worse in (("0 0", 0.0), ("0 1", 0.0), ("1 1", 0.1))
+    ]
+    pq.write_table(pa.Table.from_pylist(resamples), folder / "resamples.parquet")
+    found = pieces(folder)
+    half = 12.7062 * 2**0.5 * (0.005**2 + 0.25 * 0.75 * 0.1**2) ** 0.5
+    first = rows_of(found, "table-test_accuracy")[0]
+    assert first["A-1"] == f"51.50 ± {100 * half:.2f} %" and first["B"] == "26.50 ± 8.98 %"
+    # against B, seed by seed: tuning is all that varies; two comparisons, so at 97.5 %
+    half = 25.4517 * (0.25 * 0.75 * 0.1**2) ** 0.5
+    assert rows_of(found, "differences-test_accuracy")[0]["A-1"] == f"+25.00 ± {100 * half:.2f}"
+
+
+def test_verdicts_stand_on_the_page_with_their_intervals_and_what_computed_them(tmp_path):
+    folder = studied(tmp_path / "study")
+    summary = json.loads((folder / "summary.json").read_text())
+    claim = {"says": "A-1 is ahead", "of": "test_accuracy", "by": 0.0, "within": None}
+    numbers = {"difference": 0.25, "low": 0.125, "high": 0.375, "level": 0.975, "seeds": 2}
+    counts = {"cells": 4, "holds": 3, "reversed": 0, "not resolved": 1}
+    summary["claims"] = [
+        {**claim, "verdict": "holds", **numbers, **counts},
+        {**claim, "verdict": "not run", "cells": 0},
+    ]
+    summary["equal_arms"] = [{"arms": ["A-1", "B"], "at": {"data": "iid"}}]
+    summary["computed_by"] = {"raydpfl": "1.0", "torch": "2", "compiled": "ab", "commit": "cd"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    found = pieces(folder)
+    first, second = rows_of(found, "claims")
+    shown = [first[name] for name in ("verdict", "of", "difference", "from", "to", "level")]
+    assert shown == ["holds", "test accuracy, points", "+25.00", "+12.50", "+37.50", "97.50%"]
+    assert second["verdict"] == "not run" and second["difference"] == ""
+    assert found["Arms that are one"].paragraphs == [
+        "A-1 and B are the same bits in all seeds at data iid."
+    ]
+    by = "Computed by raydpfl 1.0 at commit cd, compiled code ab, torch 2."
+    assert found["cells-test_accuracy"].caption.endswith(by)
+    tiles = {tile.what: (tile.value, tile.note) for tile in page_of(folder).tiles}
+    assert tiles["claims that hold"] == ("1 of 2", "1 not run")
+
+
+def test_a_point_is_a_cell_over_another_number_of_it(items):
+    figure = whole(items["test_accuracy-over-rounds.snr"])
+    points = [line.get_xydata() for line in figure.axes[0].lines]
+    # at two labels and two accountings A-1 is 0.25 ahead of B and Free 0.5; B has no point
+    gains = [0.25] * 4 + [0.5] * 4
+    assert sorted(point[1] for line in points for point in line) == pytest.approx(gains)
 
 
 def test_a_failed_run_of_a_study_is_in_no_mean(tmp_path):
