@@ -1,0 +1,212 @@
+"""Takes over what studies have come to, and writes the README of each paper from it.
+
+    python experiments/readmes.py runs/002-fig5 runs/002-fig7
+
+copies the tables, the figures and the summary of these directories to `experiments/ID`, in place of
+earlier ones. Then `experiments/PAPER/README.md` is written, of every paper, from what lies there
+and from the files of the studies: no number and no verdict in it is written by hand. So is the end
+of `experiments/README.md`, the state of every table, figure, claim and theorem (`items.csv`).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from raydpfl.sweep.study import Study, builtin
+
+ROOT = Path(__file__).parent
+SIZES = 400_000  # bytes of a figure, at most: clouds of points have more
+PAPERS = {
+    "000": (
+        "clipping in federated learning, and client-level privacy",
+        "Zhang, Chen, Hong, Wu and Yi, *Understanding Clipping for Federated Learning* (2021). "
+        "Losses are means over the clients, a third of the paper's f. Where noise is calibrated, "
+        "`paper` is Theorem 3.2's, and `true` exact accounting at the same epsilon.",
+    ),
+    "001": (
+        "normalising instead of clipping",
+        "Das et al., *On the Convergence of Differentially Private Federated Learning on "
+        "Non-Lipschitz Objectives, and with Normalized Client Updates* (2021). Our copy has lost "
+        "every formula and number of section 5.3 and the settings of section 6. `paper` is noise "
+        "by Theorem 1 with its open constant v = 4, `true` exact accounting at the same epsilon.",
+    ),
+    "002": (
+        "noise at local steps, tCDP, adaptive servers",
+        "Chen, Ding, Bao, Zhou and Jin, *Differentially Private Federated Learning on Non-iid "
+        "Data: Convergence Analysis and Adaptive Optimization* (2024). By `paper` DPNFL and "
+        "AdDPNFL have noise by tCDP and the baselines by RDP; by `true` all have exact accounting "
+        "at the same epsilon.",
+    ),
+    "003": (
+        "personal privacy budgets and privacy-aware selection",
+        "Xu, Zhang and Huang, *Tackling Privacy Heterogeneity in Differentially Private Federated "
+        "Learning* (2026). By `paper` noise is the paper's sigma_k; by `true` exact accounting at "
+        "the same budgets.",
+    ),
+}
+PROTOCOL = (
+    "Everything below is written by `python experiments/readmes.py` from the tables in the folders "
+    "of the studies. Values are chosen by two tuning seeds, means are of five final seeds; a "
+    "plus-minus is half of the 95 % interval in which the mean of a repetition with other seeds "
+    "falls, tuning included; verdicts are computed (`docs/studies.md`). A claim is *not run* where "
+    "the scale leaves its cells out."
+)
+MARK = "## What was found"
+STATES = (
+    "`small` and `paper`: a table of that scale lies here. `smoke`: the study runs in the tests, "
+    "at a size that says nothing of the claim. `test`: an accountant, a formula or a solver that a "
+    "test holds to the paper. `python experiments/readmes.py` writes the table."
+)
+
+
+def taken_over(folder: Path) -> None:
+    """Copies what a study has come to."""
+    summary = json.loads((folder / "summary.json").read_text())
+    place = ROOT / summary["study"]
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    (place / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    for file in sorted((folder / "report" / "tables").iterdir()):
+        shutil.copyfile(file, place / file.name)
+    for file in sorted((folder / "report" / "figures").glob("*.svg")):
+        if not file.name.startswith("tuned-") and file.stat().st_size < SIZES:
+            shutil.copyfile(file, place / file.name)
+
+
+def readme(paper: str) -> str:
+    """The README of a paper."""
+    title, about = PAPERS[paper]
+    ids = [name for name in builtin.paths() if name.startswith(paper)]
+    rows = ["| study | answers | run here | claims that hold | command |", "|---|---|---|---|---|"]
+    rows += [_row(name) for name in ids]
+    sections = [_section(name) for name in ids if _summary(name)]
+    return "\n\n".join([f"# {paper}: {title}", about, PROTOCOL, "\n".join(rows), *sections]) + "\n"
+
+
+def _summary(name: str) -> dict[str, Any] | None:
+    path = ROOT / name / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _row(name: str) -> str:
+    summary = _summary(name)
+    scale = summary["scale"] if summary else "not run"
+    held = "" if not summary else _held(summary)
+    answers = ", ".join(builtin.header(builtin.find(name)).get("answers", ()))
+    command = f"`raydpfl reproduce {name} --scale {scale if summary else 'small'}`"
+    return f"| [{name}]({name.partition('/')[2]}) | {answers} | {scale} | {held} | {command} |"
+
+
+def _held(summary: dict[str, Any]) -> str:
+    verdicts = [claim["verdict"] for claim in summary["claims"]]
+    counts = {name: verdicts.count(name) for name in ("reversed", "not resolved", "not run")}
+    others = "".join(f", {count} {name}" for name, count in counts.items() if count)
+    return f"{verdicts.count('holds')} of {len(verdicts)}{others}"
+
+
+def _section(name: str) -> str:
+    """What a study came to."""
+    folder, summary = ROOT / name, _summary(name)
+    assert summary is not None
+    about = builtin.header(builtin.find(name))
+    stem = name.partition("/")[2]
+    parts = [f"## {name}: {about['title']}"]
+    parts += [f"*The paper.* {_line(about['shows'])}", f"*Chosen here.* {_line(about['lost'])}"]
+    parts.append(_facts(folder, summary))
+    tables = ["claims.md", *sorted(path.name for path in folder.glob("table-test*.md"))]
+    tables += sorted(path.name for path in folder.glob("table-s*.md"))
+    parts += [_table(folder / table) for table in tables if (folder / table).exists()]
+    parts += [_arms(summary)] if summary["equal_arms"] else []
+    figures = sorted(path.name for path in folder.glob("*.svg"))
+    parts += [f"![{Path(figure).stem}]({stem}/{figure})" for figure in figures[:3]]
+    return "\n\n".join(parts)
+
+
+def _line(text: str) -> str:
+    return " ".join(str(text).split())
+
+
+def _table(path: Path) -> str:
+    """A table without its caption."""
+    return "\n".join(row for row in path.read_text().splitlines() if row.startswith("|"))
+
+
+def _facts(folder: Path, summary: dict[str, Any]) -> str:
+    runs, tried = summary["final"]["runs"], summary["tried"]["runs"]
+    text = f"*Run.* Scale {summary['scale']}, {tried} runs to choose values by, {runs} final ones"
+    by = summary["computed_by"]
+    text += f", {summary['seconds']:.0f} seconds on two shared cores; commit {by['commit']}."
+    path = folder / "tuning.csv"
+    if path.exists():
+        with path.open(newline="") as file:
+            rows = [*csv.DictReader(file)]
+        edges = sum(bool(row["at an edge"]) for row in rows)
+        text += f" Of {len(rows)} choices {edges} have a value at an end of their grids after these"
+        text += f" grew ([tuning]({folder.name}/tuning.md))."
+    return text
+
+
+def _arms(summary: dict[str, Any]) -> str:
+    """The arms that are one."""
+    lines = []
+    for one in summary["equal_arms"]:
+        at = ", ".join(f"{axis} {label}" for axis, label in one["at"].items())
+        arms = " and ".join(one["arms"])
+        lines.append(f"- {arms} are the same bits in all seeds{f' at {at}' if at else ''}.")
+    return "\n".join(lines)
+
+
+def items() -> str:
+    """What there is of every table, figure, claim and theorem of the papers."""
+    rows = ["| paper | item | shown by | state | note |", "|---|---|---|---|---|"]
+    with (ROOT / "items.csv").open(newline="") as file:
+        for item in csv.DictReader(file):
+            where = item["where"]
+            study = bool(where) and not where.endswith(".py")
+            state = _state(where, item["label"]) if study else "test" if where else "missing"
+            command = f"`raydpfl reproduce {where}`" if study else where and f"`pytest {where}`"
+            cells = (item["paper"], item["item"], command, state, item["note"])
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _state(name: str, label: str) -> str:
+    """The scale at which a study lies here with this label; `smoke` where it does not."""
+    summary = _summary(name)
+    if summary is None:
+        return "smoke"
+    study = Study.named(name, summary["scale"])
+    labels = {text for cell in study.cells for text in cell.labels.values()}
+    return summary["scale"] if not label or label in labels else "smoke"
+
+
+def overview() -> str:
+    """The verdicts of all studies, a line each."""
+    lines = []
+    for paper, (title, _) in PAPERS.items():
+        lines.append(f"- [{paper}]({paper}/README.md), {title}:")
+        for name in builtin.paths():
+            summary = _summary(name) if name.startswith(paper) else None
+            if summary and summary["claims"]:
+                title = builtin.header(builtin.find(name))["title"]
+                lines.append(f"    - `{name}`, {title}: {_held(summary)} claims hold")
+    return "\n".join(lines)
+
+
+def front(text: str) -> str:
+    """The README of all experiments with its written part anew."""
+    by_hand = text.partition(MARK)[0]
+    return f"{by_hand}{MARK}\n\n{overview()}\n\n## Item by item\n\n{STATES}\n\n{items()}\n"
+
+
+if __name__ == "__main__":
+    for given in sys.argv[1:]:
+        taken_over(Path(given))
+    for paper in PAPERS:
+        (ROOT / paper / "README.md").write_text(readme(paper))
+    (ROOT / "README.md").write_text(front((ROOT / "README.md").read_text()))
