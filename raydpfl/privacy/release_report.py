@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import numpy as np
@@ -32,7 +32,7 @@ from raydpfl.privacy.group import together
 from raydpfl.privacy.guarantee import GROUP, SHARES, Guarantee, Observer, Scope, column
 from raydpfl.privacy.local_steps import LocalSteps, Participations, Release, client_list
 from raydpfl.privacy.local_steps_calibration import formula_of
-from raydpfl.privacy.mechanism import Mechanism
+from raydpfl.privacy.mechanism import Event, Mechanism
 from raydpfl.privacy.observers import views
 from raydpfl.privacy.types import Terms
 
@@ -147,6 +147,16 @@ def _in_groups(surveys: np.ndarray) -> np.ndarray:
     return np.minimum(-(-surveys // step) * step, most)
 
 
+@lru_cache(maxsize=4096)
+def _event_curve(name: str, event: Event, delta: float, first: int, last: int) -> np.ndarray:
+    """Epsilon after first, ..., last events: one for all runs of a process, as trials of a search
+    differ by values that cost no privacy.
+    """
+    curve = named(name).curve(event, delta, np.arange(first, last + 1))
+    curve.flags.writeable = False
+    return curve
+
+
 class LocalStepsReport:
     """Of noise at local steps, client by client. Among the accountants `paper` stands for
     `FORMULAS`. Clients that are alike are accounted for once.
@@ -197,7 +207,7 @@ class LocalStepsReport:
             if name in FORMULAS:
                 curve = FORMULAS[name].claims(std, release.delta, counts, **arguments)
             else:
-                curve = named(name).curve(release.event(k, group), release.delta, counts)
+                curve = _event_curve(name, release.event(k, group), release.delta, first, last)
             self._curves[key] = curve
         return self._curves[key]
 

@@ -485,7 +485,7 @@ def test_the_table_of_the_selection_is_problem_1_client_by_client(tmp_path):
         "rounds": 2,
     }
     asked = experiment(**sections)
-    run(asked, tmp_path / "out")
+    summary = run(asked, tmp_path / "out").summary
     plan = resolve(asked)
     rows = pq.read_table(tmp_path / "out" / "selection.parquet").to_pandas()
     sizes = plan.population.sizes
@@ -500,6 +500,9 @@ def test_the_table_of_the_selection_is_problem_1_client_by_client(tmp_path):
     solved = solve(sizes / sizes.sum(), 0.01 * plan.d * variance).probabilities
     assert np.allclose(rows["probability"], solved, atol=1e-12)
     assert abs(rows["probability"] - rows["share"]).max() > 0.01
+    distance = abs(rows["probability"] - rows["share"]).sum() / 2
+    assert summary["selection"]["total_variation"] == pytest.approx(distance)
+    assert summary["selection"]["least_probability"] == rows["probability"].min()
     assert rows["participations"].sum() == 2 * 4
     drawn = np.concatenate(plan.draws(2))
     assert rows["participations"].tolist() == np.bincount(drawn, minlength=12).tolist()

@@ -82,10 +82,10 @@ def budget_variance(
     for field, value, fits, expected in (
         ("epsilon", epsilon, np.asarray(epsilon) > 0, "a positive number, inf for a public client"),
         ("delta", delta, (at > 0) & (at < 1), "a number between 0 and 1, both excluded"),
-        ("batch", batch, (b >= 1) & (b <= n), f"from 1 to the client's samples ({samples!s})"),
+        ("batch", batch, (b >= 1) & (b <= n), "from 1 to the client's samples ({})"),
     ):
         if not np.all(fits):
-            raise ConfigError(field, value, expected)
+            raise ConfigError(field, value, expected.format(samples))
     inner = unamplified_budget(epsilon, batch=b, samples=n)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         # ln(e + r eps' / delta), whose argument may overflow
