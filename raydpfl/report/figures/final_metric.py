@@ -80,7 +80,7 @@ class Points(PlotItem):
         scale(axes, "y", quantity(self.of), [y for cell in cells for y in reached(cell)])
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
-        text = "A point is a run in its last round, a line goes through the means over the seeds."
+        text = "A point is a run, a line goes through the means over the seeds."
         if self.of.startswith("best_"):
             text = "A point is a run in its best round, chosen on what is shown, which flatters."
         return f"{text}{bars_in_words(common)} From the summaries of the runs."
