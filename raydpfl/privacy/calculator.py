@@ -478,7 +478,8 @@ def of_clients(
     client's with placement `client`, else that on the sum) and the `bound`.
 
     `participations` is the largest number of rounds (with replacement: of draws) of any client,
-    against an observer who knows the cohorts; None: every round. `epoch` and `per_epoch` (1 by
+    against an observer who knows the cohorts; None: every round, the only answer where everyone is
+    in every cohort. `epoch` and `per_epoch` (1 by
     default) are those of a random allocation, `cap` is that of truncated Poisson sampling. With
     `colluders` there are answers against as many clients who tell what they know; clients must draw
     the noise. Where the size of a cohort is a secret `relation` auto is add_remove and `placement`
@@ -522,6 +523,9 @@ def of_clients(
     z = _multiplier(noise_multiplier, std, bound, mechanism.draws)
     unknown = _unknown(z, epsilon, rounds, "rounds")
     limit = math.inf if rounds is None else rounds * (who.cohort if who.repeats else 1)
+    if participations is not None and who.everyone:
+        expected = "none with everyone in every round: no client takes part in fewer"
+        raise ConfigError("participations", participations, expected)
     if participations is not None and not 1 <= participations <= limit:
         expected = f"an integer from 1 to {limit}" if rounds else "an integer, at least 1"
         raise ConfigError("participations", participations, expected)
@@ -580,7 +584,7 @@ def _correlated(
         raise ConfigError("sampling", kind, f"public or full, with a strategy: {reason}")
     rounds = mechanism.rounds
     most = -(-rounds // separation)
-    if participations and not mechanism.sampling.everyone:
+    if participations:
         most = min(participations, most)
     squares = STRATEGIES[strategy](rounds, separation, most)
     return replace(mechanism, squares=tuple(squares.tolist())), most
