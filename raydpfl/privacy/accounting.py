@@ -25,6 +25,7 @@ from raydpfl.privacy.tradeoff import TradeOff
 from raydpfl.privacy.types import Relation, one_of
 
 NOISELESS = "no noise is added, so nothing is private"
+COARSE = "noise of so few steps of the integers has no guarantee; more noise.bits make more steps"
 UNREACHED = "delta is too small for {} to tell an epsilon in double precision"
 
 
@@ -169,9 +170,7 @@ def guarantees(
 
 def guarantee_against(view: ObserverView, accountant: str, delta: float) -> Guarantee:
     """What a rigorous accountant guarantees against one observer."""
-    reason: str | None = NOISELESS
-    if view.mechanism.private:
-        reason = covers(accountant, view.mechanism, view.relation)
+    reason = uncovered(accountant, view)
     if reason:
         return view.guarantee(accountant, math.inf, delta, (reason,))
     scheme = view.mechanism.sampling.scheme
@@ -190,6 +189,14 @@ def guarantee_against(view: ObserverView, accountant: str, delta: float) -> Guar
         if not (event.skellam or view.mechanism.laplace):
             rho = float(event.unamplified(view.rounds)) ** 2 / 2
     return replace(guarantee, curve=partial(tradeoff, *released), rho=rho)
+
+
+def uncovered(accountant: str, view: ObserverView) -> str | None:
+    """Why an accountant says nothing of what an observer sees, in words; None: it does."""
+    mechanism = view.mechanism
+    if not mechanism.private:
+        return COARSE if mechanism.integer and mechanism.noise_multiplier else NOISELESS
+    return covers(accountant, mechanism, view.relation)
 
 
 def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Guarantee:

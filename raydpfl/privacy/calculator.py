@@ -259,19 +259,22 @@ class Budget:
                 if unknown == "rounds":
                     lasting = self._lasting(name, place, view)
                 elif unknown == "noise":
-                    z *= self._scale(name, view)
+                    z *= self._scale(name, view, place)
             guarantee = self._against(place, name, min(z, LARGE), lasting, self.delta)
             yield Answer(guarantee, z, lasting)
 
-    def _scale(self, name: str, view: ObserverView) -> float:
+    def _scale(self, name: str, view: ObserverView, place: int) -> float:
         """The factor on the noise multiplier that an accountant asks for against an observer;
-        infinite where a survey alone spends more against it, or no proof is known.
+        infinite where a survey alone spends more against it, no proof is known, or sums of integers
+        do for the first observer alone.
         """
         seen = view.mechanism
         try:
             z = noise_for(self._target, seen, view.relation, self.delta, name, view.rounds)
         except ConfigError as refusal:
-            if refusal.field != "target" or not (seen.survey or seen.unproved):
+            coarse = seen.integer and place and refusal.field in ("target", "noise.bits")
+            alone = refusal.field == "target" and (seen.survey or seen.unproved)
+            if not (coarse or alone):
                 raise
             return math.inf
         return z / seen.noise_multiplier

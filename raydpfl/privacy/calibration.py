@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -122,7 +123,16 @@ def _search(
     if low[1] > 0 and high[1] <= 0:
         return math.exp(narrowed(excess, low, high, _TOLERANCE))
     run = f"in {rounds} rounds of {mechanism.sampling}, by {accountant}"
-    if high[1] > 0 and math.isinf(spent(math.exp(high[0]))):
+    most = mechanism.with_noise(math.exp(high[0]))
+    if high[1] > 0 and most.integer:
+        wider = replace(most, integer=replace(most.integer, bits=32))
+        if epsilon(wider, relation, delta, rounds, accountant, v) <= aim:
+            steps = most.integer.share * most.integer.lattice(most.noise_multiplier).std
+            expected = f"more: sums of so few bits hold noise of {steps:.4g} steps at most, which "
+            least = spent(most.noise_multiplier)
+            expected += f"spends {least:.4g}" if math.isfinite(least) else "has no guarantee"
+            raise ConfigError("noise.bits", most.integer.bits, f"{expected} {run}")
+    if high[1] > 0 and most.private and math.isinf(spent(most.noise_multiplier)):
         expected = f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} {run}"
         raise ConfigError("delta", delta, expected)
     others = [f"the {query.name}" for query in mechanism.queries if query.per_client]

@@ -26,7 +26,7 @@ import numpy as np
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants import named
 from raydpfl.privacy.accountants.base import Part
-from raydpfl.privacy.accounting import NOISELESS, UNREACHED, covers
+from raydpfl.privacy.accounting import UNREACHED, uncovered
 from raydpfl.privacy.guarantee import Guarantee, Observer, Scope, holding
 from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.privacy.observers import ObserverView, views
@@ -245,11 +245,11 @@ def _guarantee(
     """The guarantee against an observer of all of this; `parts` are what composes, where that is
     not each of it by itself.
     """
-    uncovered = [reason for view in seen if (reason := _uncovered(accountant, view))]
+    reasons = [reason for view in seen if (reason := uncovered(accountant, view))]
     unproved = [view.mechanism.unproved for view in seen if view.mechanism.unproved]
     epsilon = math.inf
     unreached: tuple[str, ...] = ()
-    if not uncovered:
+    if not reasons:
         spent = [part for part in (_parts(seen) if parts is None else parts) if part[1]]
         epsilon = epsilon_of(spent, delta) if spent else 0.0
         unreached = (UNREACHED.format(accountant),) * math.isinf(epsilon)
@@ -261,11 +261,5 @@ def _guarantee(
         "zero_out" if "zero_out" in relations else last.relation,
         last.observer, Scope(words, knows), epsilon, delta,
         tuple(dict.fromkeys(words for view in seen for words in view.mechanism.exclusions)),
-        tuple(dict.fromkeys([*uncovered, *unproved, *unreached])),
+        tuple(dict.fromkeys([*reasons, *unproved, *unreached])),
     )  # fmt: skip
-
-
-def _uncovered(accountant: str, view: ObserverView) -> str | None:
-    if not view.mechanism.private:
-        return NOISELESS
-    return covers(accountant, view.mechanism, view.relation)

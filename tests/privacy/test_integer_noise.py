@@ -312,3 +312,26 @@ def test_a_grid_so_coarse_that_no_guarantee_is_known_says_so():
     asked = {"population": 1000, "cohort": 100, "rounds": 5, "noise_multiplier": 2.0}
     budget = of_clients(**asked, noise="discrete_gaussian", bits=8, parameters=10**7)
     assert {one.epsilon for one in budget.guarantees if one.kind == "rigorous"} == {math.inf}
+    reasons = {why for one in budget.guarantees for why in one.conditions_failed}
+    assert any("noise of so few steps of the integers has no guarantee" in why for why in reasons)
+    assert not any("no noise is added" in why or "delta is too small" in why for why in reasons)
+
+
+@pytest.mark.parametrize(
+    ("noise", "why"),
+    [("discrete_gaussian", "has no guarantee in 5 rounds"), ("skellam", "spends 8.45e.04 in 5")],
+)
+def test_a_width_that_no_noise_is_enough_for_is_named(noise, why):
+    """Half of 8 bits holds 4 standard deviations of 4090 clients' rounding, and of noise of 1.2."""
+    asked = {"population": 100_000, "cohort": 4090, "rounds": 5, "parameters": 10_000}
+    text = "^noise.bits = 8: expected more: sums of so few bits hold noise of 1.225 steps at most"
+    with pytest.raises(ConfigError, match=f"{text}, which {why}"):
+        of_clients(**asked, epsilon=2.0, noise=noise, bits=8)
+
+
+def test_a_width_that_is_enough_against_some_observers_is_answered_for_them():
+    """A single update of 50 has noise of a seventh of the std, of the same steps."""
+    asked = {"population": 1000, "cohort": 50, "rounds": 20, "parameters": 10_000, "bits": 13}
+    budget = of_clients(**asked, epsilon=2.0, noise="discrete_gaussian", placement="client")
+    by_pld = [one.noise_multiplier for one in budget.answers if one.guarantee.accountant == "pld"]
+    assert by_pld == pytest.approx([2.037, 38.18, math.inf], rel=1e-3)
