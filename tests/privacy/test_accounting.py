@@ -498,3 +498,36 @@ def test_without_noise_nothing_is_guaranteed_and_the_sentence_says_so():
         assert "No privacy" in found.sentence()
     assert epsilon(silent, "replace_one", 1e-5) == math.inf
     assert delta(silent, "replace_one", 3.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "relation", "spent"),
+    [
+        ("fixed", "replace_one", 57.3017),  # by [2] Theorem 27 alone: 64.3381
+        ("fixed", "zero_out", 22.0199),  # 64.3381
+        ("poisson", "replace_one", 57.3017),  # 64.3381
+        ("truncated_poisson", "replace_one", 57.3017),
+        ("poisson", "zero_out", 12.5617),  # which is exact
+    ],
+)
+def test_rdp_of_hidden_cohorts_is_never_above_that_of_everyone_in_every_round(
+    kind, relation, spent
+):
+    cap = {"cap": 70} if kind == "truncated_poisson" else {}
+    run = Mechanism(Sampling(kind, 100, 60, **cap), (Query("update", 1.0, 2.0),), 50)
+    assert epsilon(run, relation, 1e-5, accountant="rdp") == pytest.approx(spent, rel=1e-5)
+    assert epsilon(run.unsampled(), relation, 1e-5, accountant="rdp") >= spent * (1 - 1e-5)
+
+
+def test_few_participations_that_occurred_bound_no_hidden_cohort():
+    """An attack that counts the rounds in which the sum is far off: 7 of 100 prove more than 3
+    rounds cost that are known.
+    """
+    run = Mechanism(Sampling("fixed", 1000, 10), (Query("update", 1.0, 0.2),), 100)
+    hidden, known = guarantees(run, "replace_one", 1e-5, accountants=["pld"], participations=3)
+    mu, far, count = 10.0, 9.34, 7
+    often = binom.sf(count - 1, 100, 0.01 * norm.sf(far - mu) + 0.99 * norm.sf(far))
+    proved = math.log(often - 1e-5) - binom.logsf(count - 1, 100, norm.sf(far))
+    assert proved == pytest.approx(290.4, abs=0.1)
+    assert known.epsilon == pytest.approx(222.98, abs=0.01)
+    assert proved <= hidden.epsilon == pytest.approx(355.14, abs=0.01)

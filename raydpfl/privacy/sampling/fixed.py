@@ -64,7 +64,9 @@ class FixedSizeSampling(SamplingScheme):
         return (without, curve), (curve, without)
 
     def renyi(self, sampling, mu, relation):
-        """Under zero_out that of replace_one, of which it is a case."""
+        """Under zero_out that of replace_one, of which it is a case; with the cohorts known, and so
+        without too, no more than that of everyone.
+        """
         if sampling.colluders:
             parts = _by_colluders(sampling)
             return rdp.mixture(
@@ -72,7 +74,8 @@ class FixedSizeSampling(SamplingScheme):
             )
         if relation == "add_remove":
             return poisson_renyi(sampling.q, 2 * mu)
-        return rdp.fixed_size(sampling.q, mu if relation == "replace_one" else 2 * mu)
+        bound = rdp.fixed_size(sampling.q, mu if relation == "replace_one" else 2 * mu)
+        return np.minimum(bound, rdp.gaussian(mu))
 
     def amplified(self, sampling, renyi):
         return rdp.fixed_size_of(sampling.q, renyi)

@@ -70,6 +70,8 @@ class PoissonSampling(SamplingScheme):
         return ((curve, curve),)
 
     def renyi(self, sampling, mu, relation):
-        """Under replace_one that of a cohort of fixed size, whose Gaussians are further apart."""
+        """Under replace_one that of a cohort of fixed size, whose Gaussians are further apart; no
+        more than that of everyone.
+        """
         bound = renyi.fixed_size if relation == "replace_one" else poisson_renyi
-        return bound(sampling.q, mu)
+        return np.minimum(bound(sampling.q, mu), renyi.gaussian(mu))
