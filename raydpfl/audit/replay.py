@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from raydpfl.audit import checks, local_step_canaries, observers, result_folder
@@ -48,7 +49,7 @@ from raydpfl.audit.checks import Check
 from raydpfl.audit.client_canaries import FAR, ClientCanaries, ClientCanaryRun, on_sums
 from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Columns, Grid, Work
 from raydpfl.core.prng import Purpose, normals
-from raydpfl.data import RowReader
+from raydpfl.data import RowReader, Shards
 from raydpfl.errors import BudgetError, ClientError, ConfigError, RunError
 from raydpfl.experiment import Experiment
 from raydpfl.methods.noise import NoiseSource, SideQuery
@@ -660,6 +661,7 @@ class TrainedWorld(World):
     def clients(self) -> ClientActor:
         """See `CanaryRun.clients`."""
         actor = ClientActor(self.experiment, str(self.plan.shards))
+        actor.shards.reader = OwnRows(actor.shards, self.faults)
         if self.neighbour is not None:
             actor.shards.reader = OtherRows(actor.shards.reader, self.neighbour.victim, -10)
         return actor
@@ -673,6 +675,58 @@ class TrainedWorld(World):
             super().finished()
         else:
             self.pool.close()
+
+
+class OwnRows(RowReader):
+    """A reader whose rows are held against those that the file has for the client (none has those
+    that are generated), which are read as plainly as possible.
+    """
+
+    def __init__(self, shards: Shards, faults: list[str]):
+        self._reader = shards.reader
+        self._faults = faults
+        files = (shards.folder / f"{name}.arrow" for name in ("train", "clients", "rows"))
+        self._train, self._clients, self._index = (
+            pa.ipc.open_file(pa.memory_map(str(file))).read_all() if file.exists() else None
+            for file in files
+        )
+
+    def rows(self, client: int, picked: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """As `RowReader.rows`."""
+        x, y = self._reader.rows(client, picked)
+        self._compare(client, slice(None) if picked is None else picked, x, y)
+        return x, y
+
+    def read(
+        self, clients: np.ndarray, counts: np.ndarray, width: int
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """As `RowReader.read`."""
+        whole = self._reader.read(clients, counts, width)
+        if whole is not None:
+            for slot in np.flatnonzero(counts).tolist():
+                x, y = (column[slot, : counts[slot]] for column in whole)
+                self._compare(int(clients[slot]), slice(None), x, y)
+        return whole
+
+    def _compare(
+        self, client: int, picked: slice | np.ndarray, x: np.ndarray, y: np.ndarray
+    ) -> None:
+        if self._train is None or self._clients is None:
+            return
+        first, size = (column[client].as_py() for column in self._clients.columns)
+        places = np.arange(first, first + size)[picked]
+        if self._index is not None:
+            places = self._index.column(0).to_numpy()[places]
+        own = self._train.take(places)
+        for rows, name in ((x, "x"), (y, "y")):
+            column = own.column(name).combine_chunks()
+            flat = column.flatten() if pa.types.is_fixed_size_list(column.type) else column
+            if rows.tobytes() != flat.to_numpy(zero_copy_only=False).tobytes():  # NaN too
+                fault = f"client {client} is given rows that are not its own"
+                self._faults += [] if fault in self._faults else [fault]
+
+    def release(self) -> None:
+        self._reader.release()
 
 
 class OtherRows(RowReader):
@@ -775,7 +829,11 @@ def replay(
             expected = "gaussian noise: the integers of secure sums are not replayed"
             raise ConfigError("noise.kind", experiment.noise.kind, expected)
         quiet = _quiet(plan)
-        done = _verdict(quiet, _worlds(quiet, on_world), _of_steps(quiet))
+        worlds = _worlds(quiet, on_world)
+        results, unseen = _of_steps(quiet)
+        if experiment.evaluate.stop is not None:
+            unseen.append("early stopping (evaluate.stop)")
+        done = _verdict(quiet, worlds, (results, unseen))
         write(plan, done.to_dict(), None)
     return done
 

@@ -16,6 +16,7 @@ from test_audit import ADAPTIVE, HISTOGRAMS, SERVER, patched, small, stepping
 from raydpfl import Experiment
 from raydpfl.audit.replay import replay
 from raydpfl.check.example import AROUND, SECTIONS, examples_of
+from raydpfl.data.row_readers import ClientTable
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.bounding.quantile_clip import QuantileClip
 from raydpfl.methods.noise.keyed_noise import query_noise
@@ -506,6 +507,17 @@ def a_buffer_of_the_client_before(patch):
     patch.setattr(actor, "choose", lambda state, training: Scaled)
 
 
+def a_row_of_the_client_before(patch):
+    """Rows begin one too early in the file, and end so."""
+    open_table = ClientTable.__init__
+
+    def shifted(self, folder):
+        open_table(self, folder)
+        self.first = np.maximum(self.first - 1, 0)
+
+    patch.setattr(ClientTable, "__init__", shifted)
+
+
 LAPLACE = {
     "noise": {"kind": "laplace", "multiplier": 3.0, "delta": 1e-3},
     "bounding": {"kind": "clip_l1", "bound": 0.5},
@@ -577,6 +589,8 @@ def the_divisor_is_the_cohort(patch):
         (a_tree_of_small_noise, TREE),
         (uniform_for_laplace, {**TINY, **LAPLACE}),
         (a_clipping_in_l2, {**TINY, **LAPLACE}),
+        (a_row_of_the_client_before, SERVER),
+        (a_row_of_the_client_before, {**SERVER, "local": {"kind": "sgd", "batch": 2, "epochs": 1}}),
         (
             a_buffer_of_the_client_before,
             {"rounds": 30, "selection": {"kind": "uniform", "cohort": 2}, **SERVER},
@@ -631,6 +645,12 @@ def test_noise_that_two_local_steps_share_is_noticed(monkeypatch):
 
 
 # ---- what comes of it ----
+
+
+def test_early_stopping_is_said_not_to_be_looked_at():
+    evaluate = {"every": 1, "validation": 0.25, "stop": {"patience": 3}}
+    done = replay(small(**SERVER, rounds=2, evaluate=evaluate))
+    assert done.passed and done.verdict.endswith("Not looked at: early stopping (evaluate.stop).")
 
 
 def test_without_noise_there_is_nothing_to_replay():
