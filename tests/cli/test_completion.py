@@ -69,7 +69,8 @@ def test_kinds_members_and_studies_are_completed():
     for words, last in (([":"], "y"), ([], ":")):  # as bash cuts them
         context = SimpleNamespace(params={"member": "server", "overrides": words})
         assert "yogi" in completion.after_colon(context, last)
-    assert completion.studies("002/fig1") == ["002/fig1"] and "all" in completion.studies("")
+    assert completion.studies("002/fig1") == ["002/fig1", "002/fig1-network"]
+    assert "all" in completion.studies("")
     assert completion.of_family("data")("cifar100") == ["cifar100"]
 
 
