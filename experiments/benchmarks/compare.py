@@ -455,7 +455,7 @@ def ratios(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 HEAD = (
-    f"{'job':15}{'contender':27}{'wall':>9}{'processor':>11}{'of peak':>9}{'(cpu)':>8}"
+    f"{'job':15}{'contender':26}{'wall':>9}{'processor':>11}{'of peak':>9}{'(cpu)':>8}"
     f"{'MB':>7}{'start':>7}{'loss':>8}"
 )
 
@@ -465,7 +465,7 @@ def row(job: str, each: dict[str, Any]) -> str:
     processor = each["processor_seconds"] * 1e3
     shares = f"{each['share_of_peak']:>9.1%}{each['share_of_peak_processor']:>8.1%}"
     rest = f"{each['peak_mb']:>7,.0f}{each['startup_seconds']:>7.1f}{each['loss']:>8.4f}"
-    return f"{job:15}{each['name']:27}{wall:>9,.1f}{processor:>11,.1f}{shares}{rest}"
+    return f"{job:15}{each['name']:26}{wall:>9,.1f}{processor:>11,.1f}{shares}{rest}"
 
 
 def shown(result: dict[str, Any]) -> list[str]:
