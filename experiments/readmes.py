@@ -99,7 +99,8 @@ def _row(name: str) -> str:
     held = "" if not summary else _held(summary)
     answers = ", ".join(builtin.header(builtin.find(name)).get("answers", ()))
     command = f"`raydpfl reproduce {name} --scale {scale if summary else 'small'}`"
-    return f"| [{name}]({name.partition('/')[2]}) | {answers} | {scale} | {held} | {command} |"
+    linked = f"[{name}]({name.partition('/')[2]})" if summary else name
+    return f"| {linked} | {answers} | {scale} | {held} | {command} |"
 
 
 def _held(summary: dict[str, Any]) -> str:
