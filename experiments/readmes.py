@@ -70,6 +70,7 @@ def taken_over(folder: Path) -> None:
     place = ROOT / summary["study"]
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
+    shutil.copyfile(folder / "study.yaml", place / "study.yaml")
     (place / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     for file in sorted((folder / "report" / "tables").iterdir()):
         shutil.copyfile(file, place / file.name)
@@ -181,8 +182,7 @@ def _state(name: str, label: str) -> str:
     summary = _summary(name)
     if summary is None:
         return "smoke"
-    study = Study.named(name, summary["scale"])
-    labels = {text for cell in study.cells for text in cell.labels.values()}
+    labels = {text for cell in Study.stored(ROOT / name).cells for text in cell.labels.values()}
     return summary["scale"] if not label or label in labels else "smoke"
 
 
@@ -195,7 +195,7 @@ def overview() -> str:
             summary = _summary(name) if name.startswith(paper) else None
             if summary and summary["claims"]:
                 title = builtin.header(builtin.find(name))["title"]
-                lines.append(f"    - `{name}`, {title}: {_held(summary)} claims hold")
+                lines.append(f"    - `{name}`, {title}. Claims that hold: {_held(summary)}.")
     return "\n".join(lines)
 
 

@@ -197,7 +197,8 @@ def in_words(verdict: Mapping[str, Any]) -> str:
     factor, unit = (100, " points") if number.percent else (1, "")
     low, high = (verdict[name] for name in ("low", "high"))
     interval = "" if low is None else f" ({factor * low:+.4g} to {factor * high:+.4g}{unit})"
-    cells = f" in {verdict['holds']} of {verdict['cells']} cells" if verdict["cells"] > 1 else ""
+    several = verdict["cells"] > 1
+    cells = f", {verdict['holds']} of {verdict['cells']} cells hold" if several else ""
     mean = f"{factor * verdict['difference']:+.4g}{unit}"
-    outcome = f"{verdict['verdict']}{f', by itself{cells}' if cells else ''}"
+    outcome = f"{verdict['verdict']}{cells}"
     return f"{verdict['says']}: {outcome}; {number.words} {mean}{interval}"
