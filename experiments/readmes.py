@@ -1,4 +1,4 @@
-"""Takes over what studies have come to, and writes the README of each paper from it.
+"""Copies the results of studies, and writes the README of each paper from them.
 
     python experiments/readmes.py runs/002-fig5 runs/002-fig7
 
@@ -51,7 +51,7 @@ PAPERS = {
 }
 PROTOCOL = (
     "Everything below is written by `python experiments/readmes.py` from the tables in the folders "
-    "of the studies. Values are chosen by two tuning seeds, means are of five final seeds; a "
+    "of the studies. Values are chosen by the tuning seeds, means are of the final seeds; a "
     "plus-minus is half of the 95 % interval in which the mean of a repetition with other seeds "
     "falls, tuning included; verdicts are computed (`docs/studies.md`). A claim is *not run* where "
     "the scale leaves its cells out."
@@ -64,8 +64,8 @@ STATES = (
 )
 
 
-def taken_over(folder: Path) -> None:
-    """Copies what a study has come to."""
+def copy_results(folder: Path) -> None:
+    """Copies the tables, figures and summary of a study's directory to `experiments/ID`."""
     summary = json.loads((folder / "summary.json").read_text())
     place = ROOT / summary["study"]
     shutil.rmtree(place, ignore_errors=True)
@@ -97,14 +97,14 @@ def _summary(name: str) -> dict[str, Any] | None:
 def _row(name: str) -> str:
     summary = _summary(name)
     scale = summary["scale"] if summary else "not run"
-    held = "" if not summary else _held(summary)
+    held = "" if not summary else _verdicts(summary)
     answers = ", ".join(builtin.header(builtin.find(name)).get("answers", ()))
     command = f"`raydpfl reproduce {name} --scale {scale if summary else 'small'}`"
     linked = f"[{name}]({name.partition('/')[2]})" if summary else name
     return f"| {linked} | {answers} | {scale} | {held} | {command} |"
 
 
-def _held(summary: dict[str, Any]) -> str:
+def _verdicts(summary: dict[str, Any]) -> str:
     verdicts = [claim["verdict"] for claim in summary["claims"]]
     counts = {name: verdicts.count(name) for name in ("reversed", "not resolved", "not run")}
     others = "".join(f", {count} {name}" for name, count in counts.items() if count)
@@ -112,7 +112,7 @@ def _held(summary: dict[str, Any]) -> str:
 
 
 def _section(name: str) -> str:
-    """What a study came to."""
+    """The section of a study: its claims, tables and figures."""
     folder, summary = ROOT / name, _summary(name)
     assert summary is not None
     about = builtin.header(builtin.find(name))
@@ -141,8 +141,9 @@ def _table(path: Path) -> str:
 def _facts(folder: Path, summary: dict[str, Any]) -> str:
     runs, tried = summary["final"]["runs"], summary["tried"]["runs"]
     text = f"*Run.* Scale {summary['scale']}, {tried} runs to choose values by, {runs} final ones"
+    text += f" with seeds {summary['seeds'][0]} to {summary['seeds'][-1]}"
     by = summary["computed_by"]
-    text += f", {summary['seconds']:.0f} seconds on two shared cores; commit {by['commit']}."
+    text += f", {summary['seconds']:.0f} seconds; commit {by['commit']}."
     path = folder / "tuning.csv"
     if path.exists():
         with path.open(newline="") as file:
@@ -164,7 +165,7 @@ def _arms(summary: dict[str, Any]) -> str:
 
 
 def items() -> str:
-    """What there is of every table, figure, claim and theorem of the papers."""
+    """The state of every table, figure, claim and theorem of the papers."""
     rows = ["| paper | item | shown by | state | note |", "|---|---|---|---|---|"]
     with (ROOT / "items.csv").open(newline="") as file:
         for item in csv.DictReader(file):
@@ -195,19 +196,19 @@ def overview() -> str:
             summary = _summary(name) if name.startswith(paper) else None
             if summary and summary["claims"]:
                 title = builtin.header(builtin.find(name))["title"]
-                lines.append(f"    - `{name}`, {title}. Claims that hold: {_held(summary)}.")
+                lines.append(f"    - `{name}`, {title}. Claims that hold: {_verdicts(summary)}.")
     return "\n".join(lines)
 
 
 def front(text: str) -> str:
-    """The README of all experiments with its written part anew."""
+    """The text of the README of all experiments, its end from `MARK` on written again."""
     by_hand = text.partition(MARK)[0]
     return f"{by_hand}{MARK}\n\n{overview()}\n\n## Item by item\n\n{STATES}\n\n{items()}\n"
 
 
 if __name__ == "__main__":
     for given in sys.argv[1:]:
-        taken_over(Path(given))
+        copy_results(Path(given))
     for paper in PAPERS:
         (ROOT / paper / "README.md").write_text(readme(paper))
     (ROOT / "README.md").write_text(front((ROOT / "README.md").read_text()))

@@ -395,7 +395,7 @@ class Study:
 
     def runs(self) -> dict[str, int]:
         """Numbers of runs that values are chosen by, `tried`, before any grid grows, and of `final`
-        ones, where all tuning seeds choose alike and cells choose apart.
+        ones, if all tuning seeds choose one setting and no two cells the same.
         """
         tried = {name_of(experiment) for experiment in self.tuning_runs()}
         seed = self.final_seeds().start
