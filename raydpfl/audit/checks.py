@@ -340,7 +340,7 @@ def noise_of_histograms(
 def _chi_squared(name: str, d: int, draws: Sequence[tuple[float, str]], alarm: float) -> Check:
     """Each of the draws by itself, and all together: half of the false alarms are for either."""
     if not draws:
-        return Check(name, True, "nobody was there to draw any")
+        return Check(name, True, "no client was there to draw any")
     squares = np.array([square for square, _ in draws])
     tail = _tail(squares, d)
     worst = int(np.argmin(tail))
