@@ -5,6 +5,7 @@ that trains in a second.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import os
 import shutil
@@ -42,9 +43,14 @@ SMALL = {
 }
 
 
+@functools.cache
+def _messages():
+    return yaml.safe_load((Path(__file__).parent / "messages.yaml").read_text())
+
+
 def messages(subject: str):
     """What is refused of a subject, with its messages: `tests/messages.yaml`."""
-    return yaml.safe_load((Path(__file__).parent / "messages.yaml").read_text())[subject]
+    return _messages()[subject]
 
 
 def experiment(**sections):

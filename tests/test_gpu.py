@@ -163,6 +163,7 @@ def test_the_path_to_a_gpu_gives_the_bits_of_the_cpu_and_seldom_waits(
     check_path(method, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 @needs_none
 def test_a_chunk_waits_for_the_gpu_as_often_as_it_would_for_one_client(tmp_path, monkeypatch):
     """For the losses and the norms of all its clients, for faults, for the sum and its range; what

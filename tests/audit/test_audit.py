@@ -330,6 +330,7 @@ def test_what_a_canary_does_to_a_model_of_few_parameters_is_not_overestimated():
     assert single.estimate.low < single.claimed.epsilon < single.estimate.high
 
 
+@pytest.mark.slow
 def test_every_observer_of_the_guarantees_has_a_view_with_its_own_claim():
     done = audit(small(), canaries=120)
     plan = resolve(small())

@@ -110,6 +110,7 @@ def sound(seed):
             continue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_no_sound_config_is_suspected(seed):
     done = replay(sound(seed))
@@ -647,6 +648,7 @@ def test_noise_that_two_local_steps_share_is_noticed(monkeypatch):
 # ---- what comes of it ----
 
 
+@pytest.mark.slow
 def test_early_stopping_is_said_not_to_be_looked_at():
     evaluate = {"every": 1, "validation": 0.25, "stop": {"patience": 3}}
     done = replay(small(**SERVER, rounds=2, evaluate=evaluate))

@@ -65,6 +65,7 @@ def test_weights_that_normalise_by_who_is_asked_are_those_of_the_whole_populatio
     assert plan.weight == resolve(experiment(**UNEQUAL, weights={"kind": "data"})).weight
 
 
+@pytest.mark.slow
 def test_noise_is_as_large_as_the_largest_weight_of_any_client_calls_for(tmp_path):
     """Each unequal client's contribution, in units of the noise on the sum, is within what the
     accountants were told.
@@ -245,6 +246,7 @@ def test_curves_of_clients_with_memory_show_what_is_proved(clients, placement):
         assert plan.curves()["rdp"][t] == pytest.approx(proved, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "clients",
     [

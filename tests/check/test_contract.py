@@ -516,6 +516,7 @@ class Making(Rows):
         return made
 
 
+@pytest.mark.slow
 def test_rows_that_a_source_of_ones_own_makes_are_those_it_gives(monkeypatch, tmp_path):
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
     given = {"clients": 8}

@@ -21,6 +21,7 @@ CONFIGS = sorted((ROOT / "experiments").glob("*.yaml"))
 VALIDATOR = Draft202012Validator(schema())
 
 
+@pytest.mark.slow
 def test_it_is_a_schema_and_the_command_prints_it():
     printed = json.loads(CliRunner().invoke(app, ["kinds", "--schema"]).output)
     Draft202012Validator.check_schema(printed)

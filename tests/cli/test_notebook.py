@@ -65,6 +65,7 @@ def test_what_a_run_is_asked_for_by_its_callback_is_done_in_a_cell_too(cell, tmp
     assert found.summary["status"] == "stopped" and found.summary["rounds"] == 1
 
 
+@pytest.mark.slow
 def test_progress_is_shown_where_it_is_asked_for_and_nowhere_else(tmp_path, capsys, monkeypatch):
     run(experiment(**ASKED), tmp_path / "quiet")
     assert capsys.readouterr().out == ""

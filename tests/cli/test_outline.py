@@ -179,6 +179,7 @@ def test_what_runs_take_is_counted_by_their_rounds(monkeypatch):
     assert alone.seconds == pytest.approx(0.54)  # a single run has a single core
 
 
+@pytest.mark.slow
 def test_an_experiment_is_shown_with_what_it_takes(shown, tmp_path, monkeypatch):
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
     text = shown(SMALL, "--timed")
@@ -217,6 +218,7 @@ def test_a_study_is_found_by_every_name_though_folders_have_it_too(tmp_path, mon
             preview(name)
 
 
+@pytest.mark.slow
 def test_a_studys_own_members_are_not_imported_unless_it_is_timed(shown, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
@@ -234,6 +236,7 @@ def test_a_studys_own_members_are_not_imported_unless_it_is_timed(shown, tmp_pat
     assert (tmp_path / "imported").exists()
 
 
+@pytest.mark.slow
 def test_a_sweeps_own_members_are_not_imported_unless_it_is_timed(shown, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_clip.py").write_text(

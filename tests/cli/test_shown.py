@@ -67,6 +67,7 @@ def test_what_lives_on_a_terminal_fits_into_eighty_columns_and_a_file_has_plain_
     assert plain[2] == f"round 3/100000  {state}"
 
 
+@pytest.mark.slow
 def test_what_is_done_before_the_first_round_is_shown_with_the_time_since_the_start(tmp_path):
     stages = []
     run(experiment(), tmp_path / "out", on_stage=stages.append)

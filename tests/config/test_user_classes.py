@@ -299,6 +299,7 @@ class ByClients(ByServer):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,placement", [("ByServer", "server"), ("ByClients", "client")])
 def test_a_noise_of_ones_own_runs_from_its_base_alone(name, placement, mine, tmp_path):
     """With the epsilons of the built-in one of the same size, and as much noise."""

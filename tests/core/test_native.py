@@ -648,6 +648,7 @@ def test_a_library_that_another_could_have_put_there_is_not_loaded_but_compiled_
     assert made == [path] and native._sound(path) is not None
 
 
+@pytest.mark.slow
 @needs
 def test_a_library_that_draws_a_hundredth_of_the_noise_is_not_loaded(tmp_path, monkeypatch):
     source = tmp_path / "source"

@@ -336,6 +336,7 @@ selection: {kind: uniform, cohort: 2}
 """
 
 
+@pytest.mark.slow
 def test_what_clients_get_is_printed_and_drawn(tmp_path, monkeypatch):
     csv(tmp_path / "a.csv", {**COLUMNS, "label": NAMES})
     (tmp_path / "mine.yaml").write_text(CONFIG)

@@ -365,6 +365,7 @@ def test_data_that_would_take_much_of_a_disk_are_generated(monkeypatch):
     assert all(map(np.array_equal, chunk, plain_chunk(described, 2, [199_999], 400)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("actors", [0, 2])
 def test_a_run_on_generated_rows_has_the_bits_of_one_on_written_rows(
     actors, tmp_path, monkeypatch, request
@@ -438,6 +439,7 @@ def _prepare(described):
     prepare(described, seed=0)
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_folder_that_a_later_one_would_use(cache):
     context = multiprocessing.get_context("fork")
     process = context.Process(target=_prepare, args=(synthetic(clients=200_000),))

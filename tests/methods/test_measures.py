@@ -43,6 +43,7 @@ def heterogeneity_of(*asked, **more) -> dict:
             return end.value
 
 
+@pytest.mark.slow
 def test_the_trajectory_is_the_model_after_every_round(tmp_path):
     result = run(experiment(measure=["trajectory"]), tmp_path / "out")
     found = path_of(tmp_path / "out", 7850)
@@ -161,6 +162,7 @@ def test_a_client_that_is_dropped_has_no_part_in_the_mean_norm(tmp_path):
 REPEATS = {"kind": "bounding", "repeats": 2}
 
 
+@pytest.mark.slow
 def test_clipping_has_bias_within_where_gradients_are_random(tmp_path):
     local = {"kind": "sgd", "steps": 2, "batch": 2}
     clip = {"kind": "clip", "bound": 0.2}

@@ -163,6 +163,7 @@ def test_pairs_that_are_none_are_refused(keys, message):
         data.parse({"kind": "scalar_quadratics"} | keys)
 
 
+@pytest.mark.slow
 def test_claim_2_1_holds_wherever_k_is_above_4():
     for k, steps, lr, bound in itertools.product(
         (4.001, 5.0, 50.0), (1, 3, 40), (1e-3, 0.3, 0.95), (0.2, 7.0)

@@ -148,6 +148,7 @@ class Seldom(Skellam):
         return np.round(std) * np.sign(drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [Narrow, Seldom])
 def test_integer_noise_of_ones_own_that_is_not_what_was_accounted_for_ends_a_run(cls, tmp_path):
     mine = of(f"{__name__}:{cls.__name__}")

@@ -235,6 +235,7 @@ def test_a_run_has_the_metrics_that_it_asks_for_and_is_followed_by_the_first(tmp
     assert (tmp_path / "a" / "validation_confusion_matrix.parquet").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_the_same_scores(tmp_path):
     whole = run(experiment(), tmp_path / "whole")
     part = run(experiment(), tmp_path / "part", on_rows=lambda rows: rows[-1]["round"] == 1)

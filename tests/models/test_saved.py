@@ -212,6 +212,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_finished_run_goes_on_as_one_of_so_many_rounds(case, tmp_path):
     parts, whole = grown(tmp_path, **copy.deepcopy(CASES[case]))
@@ -253,6 +254,7 @@ def test_noise_for_an_epsilon_stays_and_the_guarantees_say_what_all_rounds_spend
     assert spent(parts) > spent(first)
 
 
+@pytest.mark.slow
 def test_noise_of_clients_own_budgets_does_not_go_on(tmp_path):
     steps = {"kind": "gaussian", "placement": "step", "epsilon": 4.0, "delta": 1e-3}
     sections = {"bounding": {"kind": "per_sample_clip", "bound": 1.0}, "noise": steps}

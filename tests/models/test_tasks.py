@@ -252,6 +252,7 @@ def test_a_run_on_sequences_has_the_same_bits_wherever_it_is_carried_out(tmp_pat
         assert np.array_equal(other.totals, runs[0].totals)
 
 
+@pytest.mark.slow
 def test_an_own_loss_is_named_by_import_path_and_another_sort_of_targets_refused(tmp_path):
     sys.modules.setdefault("test_tasks", sys.modules[__name__])
     quadratics = {"kind": "quadratics", "clients": 12, "dimension": 5, "rank": 3}

@@ -184,6 +184,7 @@ def test_a_formula_allows_the_most_rounds_that_it_claims_for(name):
 FEW = {**LOCAL["with replacement"], "samples": 20, "batch": 30}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("client", "reason"),
     # more draws with replacement than samples leave the formulas nothing to say

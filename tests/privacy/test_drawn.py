@@ -107,6 +107,7 @@ def test_a_bound_that_does_not_hold_in_a_narrow_range_of_norms_is_found(settings
         looks.bound(case)
 
 
+@pytest.mark.slow
 def test_a_sound_bound_is_held_with_the_resolution_of_the_search():
     """The largest length is at a norm of the bound, and a member's own factor is asked."""
     sound = {"kind": f"{__name__}:Narrow", "bound": 1.0, "low": 0.2, "high": 1 + 5e-13}
@@ -248,12 +249,14 @@ SERVER = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", SERVER)
 def test_noise_of_the_server_that_is_not_what_was_accounted_for_ends_the_run(how, tmp_path):
     with pytest.raises(RunError, match=r"noise\.kind .*OnSums.* in round \d+ .* accounted for"):
         looked("OnSums", tmp_path, 260, how=how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", ["declared", "none", "decays", "less after 8", "one for all", "one client", "again"]
 )
@@ -315,6 +318,7 @@ BANDED = {
 }
 
 
+@pytest.mark.slow
 def test_correlated_noise_is_held_against_the_law_of_what_is_independent_of_it(tmp_path):
     assert looked("Banded", tmp_path, 40, **BANDED).summary["status"] == "completed"
     norm = r"1 participations move the sums whitened by whitening\(\) by 2, where 1 was accounted"
@@ -323,6 +327,7 @@ def test_correlated_noise_is_held_against_the_law_of_what_is_independent_of_it(t
             looked("Banded", tmp_path / how, 40, how=how, **BANDED)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_same_looks(tmp_path):
     """Also where the noise of a round takes back that of rounds before."""
     tree = {**TINY, **BANDED, "evaluate": {"every": 1000}}
@@ -334,6 +339,7 @@ def test_a_resumed_run_goes_on_with_the_same_looks(tmp_path):
     assert run(whole, tmp_path / "run", resume=True).summary["rounds"] == 12
 
 
+@pytest.mark.slow
 def test_sound_draws_raise_no_more_alarms_than_is_stated(monkeypatch):
     """At a rate of 1 in 5 a run, of 60 runs: 30 or more have a probability of 1e-7 at most."""
     monkeypatch.setattr(noise_monitor, "FALSE_ALARM", 0.4)  # of the first kind of draws half of it
@@ -350,6 +356,7 @@ def test_sound_draws_raise_no_more_alarms_than_is_stated(monkeypatch):
     assert alarms < 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["decays", "less after 8", "again"])
 def test_noise_that_is_wrong_in_late_rounds_alone_fails_its_check(how):
     case = Example("noise", {"kind": f"{__name__}:OnSums", "how": how})

@@ -133,6 +133,7 @@ class Halving(Gaussian):
         return source
 
 
+@pytest.mark.slow
 def test_a_class_says_the_std_of_each_round_and_is_held_to_it(tmp_path):
     noise = {"kind": f"{__name__}:Halving", "multiplier": 2.0, "placement": "server"}
     plan = resolve(experiment(noise=noise))

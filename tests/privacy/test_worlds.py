@@ -198,6 +198,7 @@ def hold_a_random_setting(draw):
         assert pld >= least * (1 - 1e-9), f"{setting}: pld {pld}, an attack {least}"
 
 
+@pytest.mark.slow
 def test_pld_is_between_an_attack_and_rdp():
     for draw in range(len(WORLDS)):
         hold_a_random_setting(draw)

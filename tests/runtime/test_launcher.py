@@ -102,6 +102,7 @@ def test_a_run_on_actors_that_auto_chose_gives_the_bits_of_an_inline_run(
     assert found.guarantees == inline.guarantees
 
 
+@pytest.mark.slow
 def test_a_ray_that_does_not_start_ends_the_run_and_says_how_to_do_without(tmp_path, monkeypatch):
     def broken(*_, **__):
         raise ValueError("no room")

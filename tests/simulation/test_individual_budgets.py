@@ -50,6 +50,7 @@ def test_a_client_leaves_before_the_lengths_of_what_it_sends_exceed_its_budget(t
     assert result.guarantees[0].kind == "unproven"
 
 
+@pytest.mark.slow
 def test_budgets_that_nobody_reaches_change_no_bit(tmp_path):
     noise = {"kind": "gaussian", "multiplier": 1.0, "common": True}
     hashes = {
@@ -59,6 +60,7 @@ def test_budgets_that_nobody_reaches_change_no_bit(tmp_path):
     assert len(hashes) == 1
 
 
+@pytest.mark.slow
 def test_the_bits_are_the_same_on_actors_and_after_a_resume(tmp_path):
     plan = resolve(experiment(**FEW, noise={"kind": "gaussian", "std": 1.0, "placement": "client"}))
     inline = carried_out(plan, tmp_path / "inline")

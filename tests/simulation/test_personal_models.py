@@ -44,6 +44,7 @@ def build(**keys) -> nn.Module:
 # --- frozen parts ---
 
 
+@pytest.mark.slow
 def test_what_is_frozen_does_not_travel_and_keeps_its_bits(tmp_path):
     frozen = ["1.*", "2.running_*"]
     result = raydpfl.run(experiment(model={**NET, "frozen": frozen}, rounds=2), out=tmp_path)

@@ -39,6 +39,7 @@ checkpoints tensorboard trackers.json
 """
 
 
+@pytest.mark.slow
 def test_a_run_directory_holds_all_that_others_rely_on(tmp_path):
     result = run(experiment(measure=["clients"], track=["tensorboard"]), tmp_path / "out")
     assert {path.name for path in result.out.iterdir()} == set(FILES.split())
@@ -59,6 +60,7 @@ def test_a_run_directory_holds_all_that_others_rely_on(tmp_path):
     assert np.array_equal(clients["clipped"].to_numpy(), factors < 1.0)
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_every_number_of_every_row(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -74,6 +76,7 @@ def test_tensorboard_shows_every_number_of_every_row(tmp_path):
         ]
 
 
+@pytest.mark.slow
 def test_the_written_config_is_complete_and_gives_the_run_again(tmp_path):
     first = run(experiment(), tmp_path / "a")
     again = Experiment.from_yaml(first.out / "config.yaml")
@@ -169,6 +172,7 @@ def test_a_budget_stops_the_run_before_the_round_that_would_overspend(tmp_path):
     assert len((result.out / "ledger.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_a_papers_epsilon_never_stands_by_itself(tmp_path):
     result = run(experiment(privacy={"accountants": ["paper"]}), tmp_path / "client")
     assert {guarantee.kind for guarantee in result.guarantees} == {"paper", "rigorous"}
@@ -183,6 +187,7 @@ def test_a_papers_epsilon_never_stands_by_itself(tmp_path):
     assert "epsilon_rdp" in pq.read_table(tmp_path / "step" / "guarantees.parquet").column_names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delta,warned", [(0.019, False), (0.021, True)])  # of 50 clients
 def test_a_delta_that_allows_someones_data_to_be_published_is_warned_of(
     delta, warned, tmp_path, caplog
@@ -200,6 +205,7 @@ def test_a_run_without_noise_says_that_it_is_not_private(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_adaptive_bound_of_a_round_sets_its_noise(tmp_path):
     result = run(
         experiment(bounding={"kind": "quantile_clip", "bound": 0.05, "lr": 1.0}, rounds=6),
@@ -503,6 +509,7 @@ def test_progress_shows_the_epsilon_of_the_accountant_that_covers_the_run(tmp_pa
     assert code == 0 and "epsilon 6 " in lines[-1] and not any("inf" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_columns_that_hold_nothing_have_the_dtypes_that_they_have_in_other_runs(tmp_path):
     every = ["bounding", "clients"]
     full = run(experiment(measure=every), tmp_path / "full")
@@ -631,6 +638,7 @@ class Drawn(noise.Gaussian):
         return super().on_clients(*given).astype(self.dtype)[: self.rows]
 
 
+@pytest.mark.slow
 def test_noise_of_another_kind_is_the_numbers_that_it_holds(tmp_path, monkeypatch):
     sections = {"multiplier": 1.0, "delta": 1e-5, "placement": "client"}
     given = experiment(noise={"kind": f"{__name__}:Drawn", **sections})

@@ -261,10 +261,12 @@ def test_columns_of_clients_are_the_same_however_chunks_are_assigned_and_after_a
             np.testing.assert_array_equal(found[column].to_numpy(), expected[column].to_numpy())
 
 
+@pytest.mark.slow
 def test_another_seed_gives_other_bits(tmp_path):
     assert sha(experiment(), tmp_path / "a") != sha(experiment(seed=4), tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_the_torch_generator_of_the_process_is_neither_read_nor_moved(tmp_path):
     torch.manual_seed(1)
     first = sha(experiment(), tmp_path / "a")

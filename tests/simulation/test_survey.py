@@ -196,6 +196,7 @@ def test_a_budget_is_told_with_surveys_and_where_they_alone_exceed_it():
     assert single.guarantee.epsilon == pytest.approx(alone, rel=1e-6) and alone > 8
 
 
+@pytest.mark.slow
 def test_what_is_written_are_the_noised_counts_alone(tmp_path):
     evaluate = {**ASKED, "histogram": {"std": 5.0, "bins": 8}, "validation": 0.3}
     found = run(experiment(evaluate=evaluate), tmp_path / "a")

@@ -126,6 +126,7 @@ def test_rows_are_read_to_their_places_on_any_number_of_threads_and_by_two_calle
                 native.read(file.fileno(), at + 2**20, lengths, np.zeros_like(expected), places)
 
 
+@pytest.mark.slow
 def test_short_pieces_of_work_one_after_another_are_all_done():
     """Where threads come late, or find nothing left."""
     native.use(4)
@@ -181,6 +182,7 @@ def test_a_fork_has_threads_of_its_own():
         outer.close()
 
 
+@pytest.mark.slow
 def test_a_run_in_a_fork_of_a_process_whose_torch_has_threads_ends(tmp_path):
     run(experiment(rounds=1), tmp_path / "here")  # what is imported, prepared and compiled
     before = torch.get_num_threads()
@@ -331,6 +333,7 @@ def test_updates_whose_norms_do_not_say_that_they_fit_are_looked_at(most, fits, 
     assert len(results) == 2 * fits and results[:1] == results[1:]
 
 
+@pytest.mark.slow
 def test_updates_add_up_to_the_same_bits_however_many_threads_there_are():
     """Of clients whose training takes no time beside their sum."""
     trained = Trained(local={"steps": 1, "batch": 1}, noise={"kind": "none"})

@@ -78,6 +78,7 @@ def test_a_study_that_disagrees_is_written_anew_from_the_directory(url, caplog):
         assert len(caplog.records) == warnings
 
 
+@pytest.mark.slow
 def test_another_study_of_the_name_and_a_storage_that_cannot_be_opened_are_refused(url, tmp_path):
     optuna.create_study(study_name="out", storage=url)
     sweep, _ = swept(url, [])

@@ -90,6 +90,7 @@ def test_a_private_search_spends_as_its_costliest_trial_repeated():
     assert spent["pld"] < spent["rdp"]
 
 
+@pytest.mark.slow
 def test_the_result_of_a_private_search_is_the_best_run_alone(tmp_path):
     sweep = private(sweep={"private": {"runs": "poisson", "mean": 4}})
     runner = finished(sweep, tmp_path)
@@ -139,6 +140,7 @@ def test_the_trials_of_a_grid_are_one_gaussian_a_round(tmp_path):
     assert "Epsilon of all of them together" in result.summary["choice"]
 
 
+@pytest.mark.slow
 def test_runs_of_former_values_count_and_hide_nothing(tmp_path):
     """What was added after results were seen is adaptive: of a cohort of fixed size and one seed
     no epsilon with the cohorts hidden is proved.

@@ -87,6 +87,7 @@ def test_a_tracker_is_told_every_row_once_and_how_the_run_ended(tmp_path):
     assert book(tmp_path / "out") == {MINE["kind"]: {"id": "run 0", "rounds": 4}}
 
 
+@pytest.mark.slow
 def test_rows_are_handed_on_as_they_come_and_never_none_of_them(tmp_path):
     seen = []
     run_one(tracked(), tmp_path / "out", on_rows=seen.append)
@@ -99,6 +100,7 @@ def test_a_trial_is_named_by_its_sweep(tmp_path):
     assert TOLD == {"swept swept/0a1b": [0, 1, 2, 3, "completed"]}
 
 
+@pytest.mark.slow
 def test_a_run_elsewhere_is_named_by_its_address_and_gone_on_with(tmp_path):
     place = f"local://{tmp_path}/store/far"
     run_one(tracked(NAMED), place, on_rows=lambda rows: rows[-1]["round"] == 1)
@@ -107,6 +109,7 @@ def test_a_run_elsewhere_is_named_by_its_address_and_gone_on_with(tmp_path):
     assert book(tmp_path / "store" / "far") == {MINE["kind"]: {"id": " far", "rounds": 4}}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_run_of_its_tracker_and_no_row_is_told_twice(tmp_path):
     out = tmp_path / "out"
     run_one(tracked(MINE), out, on_rows=lambda rows: rows[-1]["round"] == 1)
@@ -114,6 +117,7 @@ def test_a_resumed_run_is_the_same_run_of_its_tracker_and_no_row_is_told_twice(t
     assert TOLD == {"run 0": [0, 1, "stopped", 2, 3, "completed"]}
 
 
+@pytest.mark.slow
 def test_another_tracker_is_told_all_rounds_and_one_that_was_killed_what_it_missed(tmp_path):
     out = tmp_path / "out"
     run_one(tracked(), out, on_rows=lambda rows: rows[-1]["round"] == 1)
@@ -124,6 +128,7 @@ def test_another_tracker_is_told_all_rounds_and_one_that_was_killed_what_it_miss
     assert TOLD["mine"] == [1, 2, 3, "completed"]
 
 
+@pytest.mark.slow
 def test_rounds_that_are_computed_again_are_told_again_only_where_they_are_others(tmp_path):
     for anew, expected in ((False, [2, 3]), (True, [1, 2, 3])):
         TOLD.clear()
@@ -134,6 +139,7 @@ def test_rounds_that_are_computed_again_are_told_again_only_where_they_are_other
         assert TOLD["mine"] == [*expected, "completed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", ["open", "write", "close"])
 def test_a_tracker_that_fails_is_one_warning_and_changes_nothing(fails, tmp_path, caplog):
     plain = run_one(tracked(), tmp_path / "plain")
@@ -145,6 +151,7 @@ def test_a_tracker_that_fails_is_one_warning_and_changes_nothing(fails, tmp_path
     assert book(tmp_path / "out")[MINE["kind"]]["failed"] == reason
 
 
+@pytest.mark.slow
 def test_a_tracker_that_hangs_is_waited_for_only_so_long(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(sender, "OPENING", 0.1)
     monkeypatch.setattr(runner, "PATIENCE", 0.1)
@@ -169,6 +176,7 @@ def test_a_full_disk_under_tensorboard_ends_no_run(tmp_path, caplog, monkeypatch
     assert f"{tmp_path}/out/tensorboard cannot be written (No space left on device)" in said
 
 
+@pytest.mark.slow
 def test_a_book_that_is_damaged_is_begun_anew(tmp_path, caplog):
     run_one(tracked(MINE), tmp_path / "out")
     (tmp_path / "out" / "trackers.json").write_text('{"a": 3')

@@ -360,6 +360,7 @@ def finished(tmp_path_factory):
     return folder / "run", raydpfl.run(asked(folder, model), folder / "run")
 
 
+@pytest.mark.slow
 def test_a_run_leaves_adapters_merged_weights_and_a_model_that_is_loaded(finished, tmp_path):
     folder, result = finished
     loaded = raydpfl.load(folder).module

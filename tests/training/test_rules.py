@@ -164,6 +164,7 @@ class LocalAdam(Local):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
     [

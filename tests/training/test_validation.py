@@ -222,6 +222,7 @@ def test_the_sizes_that_are_left_are_those_that_count(tmp_path):
     assert np.array_equal(plan.mechanism.samples, np.full(50, 90))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bounding", [{"kind": "clip", "bound": 1.0}, {"kind": "per_sample_clip", "bound": 1.0}]
 )
@@ -282,6 +283,7 @@ def test_measuring_after_the_last_round_is_told_without_the_name_of_a_measure():
     assert said(show).splitlines() == [f"measuring: {part}%" for part in (0, 25, 50, 75, 100)]
 
 
+@pytest.mark.slow
 def test_a_run_without_any_evaluation_is_carried_out(untouched, tmp_path, monkeypatch):
     def evaluate(*_):
         raise AssertionError("there is nothing to evaluate on")
@@ -299,6 +301,7 @@ def test_a_validation_loss_that_is_no_number_ends_the_run(tmp_path, monkeypatch)
         run(experiment(evaluate={**HALF, "test": False}), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_the_same_validation_scores(tmp_path):
     asked = experiment(rounds=6, evaluate={**HALF, "every": 1})
     whole = run(asked, tmp_path / "whole")
@@ -350,6 +353,7 @@ def shard_rows(shards: Shards, client: int) -> list[bytes]:
     return [row.tobytes() for row in x[0]]
 
 
+@pytest.mark.slow
 def test_a_run_is_accounted_for_by_the_clients_that_are_left(tmp_path):
     asked = {"every": 2, "validation": {"clients": 0.25}, "per_client": "accuracy"}
     made = experiment(evaluate=asked)
