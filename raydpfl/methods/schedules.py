@@ -7,6 +7,8 @@
 0.05
 >>> Schedule(schedule="inverse_sqrt").lr_at(0.2, 3)
 0.1
+>>> Schedule(schedule="inverse", lr_period=3).lr_at(0.2, 3)
+0.1
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ class Schedule(BaseModel):
     |--------------|--------------------------------------------------------|---------------------|
     | constant     | 1                                                      | ConstantLR          |
     | exponential  | lr_decay^k                                             | ExponentialLR       |
+    | inverse      | 1 / (1 + k / lr_period)                                | LambdaLR            |
     | inverse_sqrt | 1 / sqrt(k + 1)                                        | LambdaLR            |
     | cosine       | from 1 to lr_last in lr_period, along half a cosine,   | CosineAnnealingLR   |
     |              | and lr_last from then on                               |                     |
@@ -35,7 +38,7 @@ class Schedule(BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
     )
 
-    schedule: Literal["constant", "exponential", "inverse_sqrt", "cosine"] = Field(
+    schedule: Literal["constant", "exponential", "inverse", "inverse_sqrt", "cosine"] = Field(
         default="constant",
         description="how the learning rate goes on from step to step, or from round to round",
     )
@@ -43,7 +46,9 @@ class Schedule(BaseModel):
         default=1.0, gt=0, le=1, description="exponential: the factor of every round"
     )
     lr_period: int | None = Field(
-        default=None, ge=1, description="cosine: rounds until it is at its least"
+        default=None,
+        ge=1,
+        description="rounds until a cosine is at its least, or inverse at lr / 2",
     )
     lr_last: float = Field(
         default=0.01, gt=0, le=1, description="cosine: its least, as a share of lr"
@@ -60,12 +65,13 @@ class Schedule(BaseModel):
 
     @field_validator("lr_period", "lr_last")
     @classmethod
-    def _of_cosine(cls, value: float | None, info: Any) -> float | None:
+    def _of_a_fall(cls, value: float | None, info: Any) -> float | None:
         schedule = info.data.get("schedule")
-        if value is None and schedule == "cosine":
-            raise ValueError("a number, with the schedule cosine: how long lr falls")
-        if value not in (None, 0.01) and schedule not in ("cosine", None):
-            raise ValueError(f"none with the schedule {schedule}; it is that of a cosine")
+        users = ("cosine", "inverse") if info.field_name == "lr_period" else ("cosine",)
+        if value is None and schedule in users:
+            raise ValueError(f"a number, with the schedule {schedule}: how long lr falls")
+        if value not in (None, 0.01) and schedule not in (*users, None):
+            raise ValueError(f"none with the schedule {schedule}; it is that of {users[0]}")
         return value
 
     def lr_at(self, lr: float, k: int) -> float:
@@ -75,6 +81,9 @@ class Schedule(BaseModel):
         k -= self.lr_warmup
         if self.schedule == "inverse_sqrt":
             return lr / math.sqrt(k + 1)
+        if self.schedule == "inverse":
+            assert self.lr_period is not None
+            return lr / (1 + k / self.lr_period)
         if self.lr_period is not None:
             turn = math.pi * min(k / self.lr_period, 1.0)
             return lr * (self.lr_last + (1 - self.lr_last) * (1 + math.cos(turn)) / 2)

@@ -209,6 +209,7 @@ def test_noise_is_calibrated_to_each_clients_own_steps():
         assert report_of(own).epsilons("pld", [2, 2])[k] == pytest.approx(2.0, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_a_run_by_epochs_accounts_for_each_clients_own_steps(tmp_path):
     found = run(
         experiment(
@@ -234,6 +235,9 @@ def test_learning_rates_go_on_as_torchs_schedulers_have_them():
     def falling(t: int) -> float:
         return (t + 1) ** -0.5
 
+    def inverse(t):
+        return 3 / (3 + t)
+
     def rates(make) -> list[float]:
         optimizer = torch.optim.SGD([parameter], lr=0.4)
         scheduler = make(optimizer)
@@ -249,6 +253,7 @@ def test_learning_rates_go_on_as_torchs_schedulers_have_them():
         ({"schedule": "constant"}, lambda o: later.ConstantLR(o, 1.0)),
         ({"lr_decay": 0.9}, lambda o: later.ExponentialLR(o, 0.9)),
         ({"schedule": "inverse_sqrt"}, lambda o: later.LambdaLR(o, falling)),
+        ({"schedule": "inverse", "lr_period": 3}, lambda o: later.LambdaLR(o, inverse)),
         (
             {"schedule": "cosine", "lr_period": 6, "lr_last": 0.1},
             lambda o: later.CosineAnnealingLR(o, 6, eta_min=0.04),
@@ -278,6 +283,8 @@ def test_learning_rates_go_on_as_torchs_schedulers_have_them():
         ({"kind": "adam", "betas": [0.9, 1]}, "betas.1"),
         ({"kind": f"{__name__}:Both"}, "kind"),
         ({"schedule": "cosine"}, "lr_period"),
+        ({"schedule": "inverse"}, "lr_period"),
+        ({"schedule": "inverse", "lr_period": 4, "lr_last": 0.5}, "lr_last"),
         ({"lr_period": 4}, "lr_period"),
         ({"lr_last": 0.5}, "lr_last"),
         ({"schedule": "constant", "lr_decay": 0.5}, "lr_decay"),

@@ -136,7 +136,7 @@ class Local(Schedule, WithServerState):
         ),
     )
     lr: float = Field(default=0.1, gt=0, description="eta_l of round 0")
-    schedule: Literal["constant", "exponential", "inverse_sqrt", "cosine"] = Field(
+    schedule: Literal["constant", "exponential", "inverse", "inverse_sqrt", "cosine"] = Field(
         default="exponential",
         description=(
             "by round: lr lr_decay^t (001 sec. 6); lr / sqrt(t + 1) (002 sec. VI); and others"
