@@ -281,8 +281,7 @@ class Coordinator:
     def measure_after(self, seconds: float = 1.0) -> tuple[int, int]:
         """Goes on with what is measured of a finished run; how many of how many steps are done."""
         state = self.state
-        mechanism = self.plan.mechanism
-        run = Finished(self.out, self.problem, state.model, mechanism, state.participations)
+        run = Finished(self.out, self.problem, state.model, state.participations)
         return self.record.afterwards(run, seconds)
 
     def measured_after(self) -> dict[str, Any]:

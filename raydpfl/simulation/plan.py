@@ -102,6 +102,7 @@ class Plan:
             weights=experiment.weights,
             shards=shards,
             population=self.population,
+            mechanism=self.mechanism,
         )
 
     def trained(self, form: Form, parameters: np.ndarray) -> nn.Module:

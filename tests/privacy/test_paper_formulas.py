@@ -237,3 +237,18 @@ def test_an_invalid_budget_is_refused(value):
         paper_multiplier(value, COHORT, 100, 1e-5)
     with pytest.raises(ConfigError, match="epsilon = "):
         TCDP.noise(value, 1e-2, **MNIST)
+
+
+def test_no_step_sizes_meet_the_conditions_of_theorem_3_of_002():
+    """That alpha_l has a range asks for sqrt(G / L) >= 4 tau sqrt(d / beta_2), at least 4; that
+    alpha_g has one asks, even with pi = 0, for sqrt(G / L) <= 4 beta_2 / (3 d tau), at most 4/3.
+    """
+    generator = np.random.default_rng(0)
+    G, L, convexity = np.exp(generator.uniform(-12, 12, (3, 100_000)))
+    d, tau = np.ceil(np.exp(generator.uniform(0, 4, (2, 100_000))))
+    beta, pi = generator.random(100_000), np.exp(generator.uniform(-20, 0, 100_000))
+    local = np.sqrt(d / (beta * L * G)) <= 1 / (4 * L * tau)
+    least = 3 * np.sqrt(L * G) * (G / L + pi) / (2 * convexity)
+    server = least <= 2 * beta * G / (d * tau * convexity)
+    assert local.sum() > 1000 and server.sum() > 1000
+    assert not (local & server).any()

@@ -69,6 +69,7 @@ class Problem:
     weights: Weights
     shards: Shards  # the prepared data of all clients
     population: Population  # the public facts about the clients
+    mechanism: Release | None  # what is released; None: the run is not private
 
     @cached_property
     def module(self) -> torch.nn.Module:
@@ -88,7 +89,6 @@ class Finished:
     out: Path  # its directory
     problem: Problem  # what it was to solve
     model: np.ndarray  # float32 [d], after the last round
-    mechanism: Release | None  # what it has released; None: it is not private
     # how often each client was drawn, by client; clients never drawn are absent
     participations: Mapping[int, int]
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from raydpfl import models
 from raydpfl.errors import ConfigError
 from raydpfl.methods.probes.base import Assess, Finished, Probe, Problem
-from raydpfl.methods.probes.client_optima import LinearLosses, least, linear
+from raydpfl.methods.probes.client_optima import LinearLosses, Shares, least, linear
 from raydpfl.storage.run_files import replace_file
 
 COLUMNS = ("suboptimality", "distance")
@@ -93,7 +93,7 @@ class _Optimum:
             stored = _stored(out, losses, self._value)
             self.theta = losses.joint(*clients, start)[1] if stored is None else stored
         else:
-            self.theta, self._gap = _quadratic(losses, *clients)
+            self.theta, self._gap = quadratic(losses, *clients)
         self.value = self._value(self.theta)[0]
         flat = losses.flat(self.theta)
         replace_file(out / OPTIMUM, lambda part: part.write(flat.astype("<f8").tobytes()))
@@ -117,7 +117,7 @@ def _stored(
     return theta if least(value(theta)[1], of.decay) else None
 
 
-def _quadratic(of: LinearLosses, clients: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, Gap]:
+def quadratic(of: LinearLosses, clients: np.ndarray, shares: Shares) -> tuple[np.ndarray, Gap]:
     """The minimiser of least norm of half the squared error, and the distances to it: sums over the
     directions in which the error is curved, so that neither loses digits near the minimum.
     """

@@ -1,0 +1,248 @@
+"""The bounds on convergence of 002 and of 003 (Theorems 1 and 2 of each), beside the errors.
+
+The loss is half the squared error of a linear model, so that every constant is exact: f = sum p_i
+f_i with p_i = n_i / sum n, and Gamma_s and Gamma_n of 002 (Definitions 3 and 4). Batches are full,
+so that phi_i of 002 is 0. G of 002, and B_1 and C of 003, are the norm to which samples' gradients
+are clipped; where none is, q_k,t of 003 is 1. Clients of 003 make one step a round, so that B_2 is
+0; p^s is the selection's, V_k by eq. 7, and Gamma, which is free, the one of the least bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from raydpfl import models
+from raydpfl.config.setting import Setting
+from raydpfl.errors import ConfigError
+from raydpfl.methods.local import Local
+from raydpfl.methods.probes.base import Assess, Probe, Problem
+from raydpfl.methods.probes.client_optima import LinearLosses, linear
+from raydpfl.methods.probes.suboptimality import quadratic
+from raydpfl.privacy import LocalSteps
+
+COLUMNS = ("theorem_error", "theorem_bound", "theorem_ratio")
+SELECTIONS = {"chen": ("uniform",), "xu": ("multinomial", "privacy_aware")}
+WEIGHTS = {"chen": "data", "xu": "uniform"}
+CLOSE = 1e-6  # relative, of a step size to the theorem's
+GAMMAS = np.logspace(-6, 6, 1201)  # the free Gamma of 003 Theorem 1
+
+
+class ConvergenceBoundProbe(Probe):
+    """After every round what a theorem bounds, `theorem_error`, its bound, `theorem_bound`, and the
+    first over the second, `theorem_ratio`.
+
+    Theorem 1 of either paper bounds f(w) - f* after T rounds, with the step sizes 4 / (lambda Q t +
+    16 L Q) and beta / (gamma + t), beta above 1 / mu: `local.schedule` inverse. In the second noise
+    is sized for a T, so that the last round alone has a bound. Theorem 2 bounds the mean over the
+    rounds of ||grad f(w)||^2, before each round (here: after each), with one step size, below
+    1 / (200 Q L) or 1 / sqrt(T). There is no bound in a round after which a sample's gradient is
+    longer than its clip.
+    """
+
+    of_all = True
+    kind: str = "convergence_bound"
+    theorem: Literal[
+        "chen_2024_theorem1", "chen_2024_theorem2", "xu_2026_theorem1", "xu_2026_theorem2"
+    ] = "chen_2024_theorem1"
+    smoothness: float = Field(default=1.0, gt=0, description="L; no client may have more")
+    convexity: float = Field(
+        default=0.1, gt=0, description="lambda or mu of Theorem 1; no client may have less"
+    )
+
+    def values(self) -> tuple[str, ...]:
+        return COLUMNS
+
+    def check(self, setting: Setting) -> None:
+        super().check(setting)
+        paper = self.theorem.partition("_")[0]
+        for section, kinds in (
+            ("bounding", ("per_sample_clip",)),
+            ("local", ("sgd",)),
+            ("noise", ("gaussian",)),
+            ("selection", SELECTIONS[paper]),
+            ("server", ("sgd",)),
+            ("weights", (WEIGHTS[paper],)),
+        ):
+            if setting.kinds[section] not in kinds:
+                raise self._refused(f"{section}.kind", setting.kinds[section], " or ".join(kinds))
+        if not setting.plain_steps or setting.epochs is not None:
+            raise self._refused("local.kind", "sgd", "plain steps, of every client as many")
+
+    def fits(self, problem: Problem) -> None:
+        losses = linear(problem.module, problem.task, problem.shards, 0.0)
+        if problem.shards.classes or losses is None:
+            expected = "none of it, but for regression by a linear model"
+            raise ConfigError("measure", self.kind, expected)
+        if any(problem.local.batch_sizes(problem.population.sizes) != problem.population.sizes):
+            raise self._refused("local.batch", problem.local.batch, "full")
+        if self.theorem.startswith("xu"):
+            if problem.local.steps != 1:
+                raise self._refused("local.steps", problem.local.steps, "1")
+            if problem.mechanism is None or "variance" not in problem.mechanism.of_clients():
+                raise self._refused("noise.epsilon", None, "budgets of the clients")
+        constants = _Constants(problem, losses)
+        if constants.smoothness > self.smoothness:
+            expected = f"{constants.smoothness:g} or above"
+            raise self._refused("smoothness", self.smoothness, expected)
+        if self.theorem.endswith("1") and constants.convexity < self.convexity:
+            raise self._refused("convexity", self.convexity, f"{constants.convexity:g} or below")
+        for t in range(problem.rounds):
+            rate = problem.local.learning_rate(t)
+            low, high = self._rates(problem.local, t, problem.rounds)
+            if not low * (1 - CLOSE) <= rate <= high * (1 + CLOSE):
+                expected = f"{low:g} to {high:g} in round {t}"
+                raise self._refused("local.lr", rate, expected)
+
+    def _refused(self, field: str, value: object, expected: str) -> ConfigError:
+        return ConfigError(field, value, f"{expected}, with measure {self.kind} of {self.theorem}")
+
+    def _rates(self, local: Local, t: int, rounds: int) -> tuple[float, float]:
+        """The least and the largest step size that the theorem allows in round t, from 0."""
+        if self.theorem == "chen_2024_theorem1":
+            assert local.steps is not None
+            rate = 4 / (local.steps * (self.convexity * t + 16 * self.smoothness))
+        elif self.theorem == "chen_2024_theorem2":
+            assert local.steps is not None
+            return local.lr, 1 / (200 * local.steps * self.smoothness)
+        elif self.theorem == "xu_2026_theorem1":
+            beta, gamma = _beta_gamma(local)
+            if gamma < 1 or beta * self.convexity <= 1:
+                return math.inf, math.inf
+            rate = beta / (gamma + t)
+        else:
+            rate = 1 / math.sqrt(rounds)
+        return rate, rate
+
+    def assess(self, problem: Problem, out: Path) -> Assess | None:
+        losses = linear(problem.module, problem.task, problem.shards, 0.0)
+        assert losses is not None
+        of = _Constants(problem, losses)
+        total = problem.rounds
+
+        def bound(t: int) -> float:
+            """In round t, from 0."""
+            if self.theorem == "chen_2024_theorem1":
+                return _chen_theorem1(of, self.smoothness, self.convexity, t + 1)
+            if self.theorem == "chen_2024_theorem2":
+                return _chen_theorem2(of, self.smoothness, total)
+            if self.theorem == "xu_2026_theorem1":
+                return _xu_theorem1(of, self.smoothness, self.convexity, total)
+            return _xu_theorem2(of, self.smoothness, total)
+
+        def assess(t: int, model: np.ndarray) -> Mapping[str, float | None]:
+            theta = losses.matrix(model)
+            if (self.theorem == "xu_2026_theorem1" and t + 1 < total) or of.steepest(
+                theta
+            ) > of.clip:
+                return dict.fromkeys(COLUMNS)
+            gradients = self.theorem.endswith("2")
+            error = of.squared_gradient(theta) if gradients else of.gap(theta)[0]
+            return dict(zip(COLUMNS, (error, bound(t), error / bound(t)), strict=True))
+
+        return assess
+
+
+class _Constants:
+    """What the bounds are made of, but for the L and the lambda that are given."""
+
+    def __init__(self, problem: Problem, losses: LinearLosses):
+        population = problem.population
+        clients = np.flatnonzero(population.sizes)
+        shares = population.shares
+        self._rows = [*losses.parts(clients, shares)]
+        self._gradient = losses.mixture(clients, shares)
+        start = losses.matrix(models.flatten(problem.module).numpy())
+        best, self.gap = quadratic(losses, clients, shares)
+        curvatures, squared, self.gamma_s = [], np.zeros(2), 0.0
+        for i in clients.tolist():
+            one, whole = np.array([i]), {i: 1.0}
+            ((x, _, weights),) = losses.parts(one, whole)
+            curvatures += [np.linalg.eigvalsh((x * weights[:, None]).T @ x)]
+            self.gamma_s += shares[i] * quadratic(losses, one, whole)[1](best)[0]
+            gradient = losses.mixture(one, whole)
+            for at, theta in enumerate((start, best)):
+                squared[at] += shares[i] * np.sum(
+                    (gradient(theta)[1] - self._gradient(theta)[1]) ** 2
+                )
+        self.smoothness = float(np.max(curvatures))
+        self.convexity = float(np.min(curvatures))
+        self.gamma_n_squared = float(squared.max())  # convex: least between the two
+        self.start, self.distance = self.gap(start)
+        assert isinstance(problem.mechanism, LocalSteps)
+        self.clip = problem.mechanism.bound
+        self.steps = problem.local.steps or 1
+        self.rate = problem.local.lr
+        self.beta_gamma = _beta_gamma(problem.local)
+        self.ratio = len(population) / problem.selection.sampling(population).cohort  # n / r
+        d = start.size
+        self.noise = d * float(np.max(problem.mechanism.stds)) ** 2  # d sigma^2
+        probabilities = problem.selection.probabilities(population)
+        variances = problem.mechanism.of_clients().get("variance")
+        if probabilities is not None and variances is not None:
+            self.selection = float(np.abs(probabilities - shares).sum())
+            self.privacy = d * float(probabilities**2 @ variances)  # G^DP
+            biased = quadratic(losses, clients, probabilities)[0]
+            self.biased_distance = float(np.linalg.norm(start - biased))
+
+    def squared_gradient(self, theta: np.ndarray) -> float:
+        """||grad f||^2 at theta, float64 [1, width]."""
+        return float(np.sum(self._gradient(theta)[1] ** 2))
+
+    def steepest(self, theta: np.ndarray) -> float:
+        """The largest norm of a sample's gradient at theta."""
+        return max(
+            float(np.max(np.abs(x @ theta[0] - y) * np.linalg.norm(x, axis=1)))
+            for x, y, _ in self._rows
+        )
+
+
+def _beta_gamma(local: Local) -> tuple[float, float]:
+    """Of the step size beta / (gamma + t)."""
+    gamma = float(local.lr_period or 0)
+    return local.lr * gamma, gamma
+
+
+def _chen_theorem1(of: _Constants, L: float, convexity: float, rounds: int) -> float:
+    """002 Theorem 1."""
+    squares = of.clip**2 + of.noise
+    h = 40 * (squares + 4 * of.steps * of.clip**2) + (8 * L * of.ratio + 16 * L) * of.gamma_s
+    h += 4 * of.ratio * of.noise + convexity / L * squares
+    start = 8 * L**2 / convexity * of.distance**2
+    return (2 * L / convexity**2 * h + start) / (16 * L / convexity + rounds)
+
+
+def _chen_theorem2(of: _Constants, L: float, rounds: int) -> float:
+    """002 Theorem 2."""
+    moved = of.rate * of.steps
+    upsilon = moved / 2 - 15 * moved**3 * L**2 - 90 * of.ratio * moved**4 * L**3
+    upsilon -= of.ratio * moved**2 * L
+    if upsilon <= 0:
+        return math.inf
+    q = (1 + of.ratio * of.steps + of.ratio) * of.rate * (of.clip**2 + of.noise)
+    q += (2 * of.ratio + 1) * moved * of.gamma_n_squared
+    return (of.start / rounds + q) / upsilon
+
+
+def _xu_theorem1(of: _Constants, L: float, convexity: float, rounds: int) -> float:
+    """003 Theorem 1, squared: of F - F*."""
+    beta, gamma = of.beta_gamma
+    later = gamma + rounds
+    free = 1 + 9 * GAMMAS
+    z = 4.5 * L * GAMMAS * gamma * of.biased_distance**2 + gamma * of.start
+    z += free / 2 * beta**2 * rounds * L / later * of.clip**2
+    root = np.sqrt((1 + 1 / GAMMAS) * of.selection**2 + free * of.privacy)
+    last = math.sqrt(2 * L) * beta * rounds * of.clip / (2 * later) * (of.selection + root)
+    return float(np.min(np.sqrt(z / later) + last) ** 2)
+
+
+def _xu_theorem2(of: _Constants, L: float, rounds: int) -> float:
+    """003 Theorem 2, squared: of the mean of ||grad F||^2."""
+    root = math.sqrt(of.selection**2 + 2 * math.sqrt(rounds) * L * of.privacy)
+    start = (of.start + L * of.clip**2 / 2) / math.sqrt(rounds)
+    return (of.clip / 2 * (of.selection + root) + math.sqrt(start)) ** 2

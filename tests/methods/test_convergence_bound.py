@@ -1,0 +1,173 @@
+"""The bounds of the papers' convergence theorems, against the formulas in fractions of a problem
+whose constants are known: f_i(x) = 1/2 a_i (x - o_i)^2, one number, a sample a client.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import yaml
+from conftest import experiment, messages
+
+from raydpfl import run
+from raydpfl.data import Shards
+from raydpfl.errors import ConfigError
+from raydpfl.simulation.resolution import resolve
+
+OPTIMA, L, MU, C, START = (3.0, 1.0, -1.0, -2.0), 4.0, 0.5, 30.0, 5.0
+FREE = {
+    "data": {"kind": "scalar_quadratics", "a": [1, 1, 1, 2], "b": [3, 1, -1, -4]},
+    "model": {"kind": "linear", "start": START},
+    "bounding": {"kind": "per_sample_clip", "bound": C},
+    "server": {"kind": "sgd"},
+    "rounds": 9,
+    "client": {"backend": "loop"},
+}
+LOCAL = {"kind": "sgd", "steps": 3, "batch": "full"}
+CHEN = {
+    **FREE,
+    "selection": {"kind": "uniform", "cohort": 2},
+    "weights": {"kind": "data"},
+    "noise": {"kind": "gaussian", "std": 0.5, "delta": 1e-3, "common": True},
+}
+XU = {
+    **FREE,
+    "data": {"kind": "quadratics", "clients": 4, "dimension": 1, "rank": 100, "variance": 0.01},
+    "selection": {"kind": "privacy_aware", "cohort": 2, "scale": 1e5},
+    "noise": {
+        "kind": "gaussian",
+        "epsilon": {"kind": "uniform", "low": 0.5, "high": 5.0},
+        "delta": 1e-3,
+        "common": True,
+        "calibration": "paper",
+    },
+}
+
+
+def bound(theorem: str) -> dict:
+    probe = {"kind": "convergence_bound", "theorem": theorem, "smoothness": L, "convexity": MU}
+    rate = {"schedule": "inverse", "lr_period": 128, "lr": 1 / (4 * L * 3)}
+    if theorem == "chen_2024_theorem2":
+        rate = {"lr": 1 / (201 * 3 * L)}
+    if theorem == "xu_2026_theorem1":
+        rate = {"schedule": "inverse", "lr_period": 5, "lr": 0.5, "steps": 1}
+    if theorem == "xu_2026_theorem2":
+        rate = {"lr": 1 / 3, "steps": 1}
+    around = CHEN if theorem.startswith("chen") else XU
+    return {**around, "local": {**LOCAL, **rate}, "measure": [probe, "trajectory"]}
+
+
+def f(x: float) -> float:
+    return sum(0.5 * a * (x - o) ** 2 for a, o in zip((1, 1, 1, 4), OPTIMA, strict=True)) / 4
+
+
+def slope(x: float) -> float:
+    return sum(a * (x - o) for a, o in zip((1, 1, 1, 4), OPTIMA, strict=True)) / 4
+
+
+BEST = (3.0 + 1.0 - 1.0 - 8.0) / 7
+
+
+@pytest.mark.parametrize("theorem", ["chen_2024_theorem1", "chen_2024_theorem2"])
+def test_the_bounds_of_002_are_those_of_its_formulas(theorem, tmp_path):
+    result = run(experiment(**bound(theorem)), tmp_path / "out")
+    models = np.fromfile(tmp_path / "out" / "trajectory.bin", "<f4")[1:].tolist()
+    rows = result.rounds.to_pylist()
+    ratio, noise, q = 4 / 2, 0.5**2, 3
+    squares = C**2 + noise
+    gamma_s = f(BEST)  # every client's minimum is 0
+    for row, x in zip(rows, models, strict=True):
+        if theorem == "chen_2024_theorem1":
+            rounds = row["round"] + 1
+            h = 40 * (C**2 + noise + 4 * q * C**2) + (8 * L * ratio + 16 * L) * gamma_s
+            h += 4 * ratio * noise + MU / L * squares
+            first = 2 * L / MU**2 * h + 8 * L**2 / MU * (START - BEST) ** 2
+            expected, error = first / (16 * L / MU + rounds), f(x) - f(BEST)
+        else:
+            lr = 1 / (201 * 3 * L)
+            upsilon = lr * q / 2 - 15 * (lr * q) ** 3 * L**2 - 90 * ratio * (lr * q) ** 4 * L**3
+            upsilon -= ratio * (lr * q) ** 2 * L
+            gaps = [
+                sum(
+                    (a * (w - o) - slope(w)) ** 2 for a, o in zip((1, 1, 1, 4), OPTIMA, strict=True)
+                )
+                / 4
+                for w in (START, BEST)
+            ]
+            spread = (1 + ratio * q + ratio) * lr * squares + (2 * ratio + 1) * lr * q * max(gaps)
+            expected = (f(START) - f(BEST)) / (9 * upsilon) + spread / upsilon
+            error = slope(x) ** 2
+        assert row["theorem_bound"] == pytest.approx(expected, rel=1e-6)
+        assert row["theorem_error"] == pytest.approx(error, rel=1e-4, abs=1e-9)
+        assert row["theorem_ratio"] == pytest.approx(error / expected, rel=1e-4, abs=1e-12)
+
+
+@pytest.mark.parametrize("theorem", ["xu_2026_theorem1", "xu_2026_theorem2"])
+def test_the_bounds_of_003_are_those_of_its_formulas(theorem, tmp_path):
+    asked = experiment(**bound(theorem))
+    plan = resolve(asked)
+    result = run(asked, tmp_path / "out")
+    last = result.rounds.to_pylist()[-1]
+    x = float(np.fromfile(tmp_path / "out" / "trajectory.bin", "<f4")[-1])
+    rows, targets, _ = Shards.open(plan.shards).chunk(range(4), 100)
+    curved = np.mean(rows[:, :, 0].astype(float) ** 2, axis=1)
+    slopes = np.mean(rows[:, :, 0].astype(float) * targets, axis=1)
+    best = slopes.sum() / curved.sum()
+    start = curved.mean() / 2 * (START - best) ** 2
+    budgets = asked.noise.epsilon.draw(asked.seed, 4)
+    costs = [8 * math.log(math.e + epsilon / 1e-3) / (100 * epsilon) ** 2 for epsilon in budgets]
+    p = plan.experiment.selection.probabilities(plan.population)
+    g = sum(abs(each - 0.25) for each in p)
+    assert g > 0.1
+    privacy = sum(each**2 * cost for each, cost in zip(p, costs, strict=True))
+    biased = float(p @ slopes / (p @ curved))
+
+    def squared(free: float) -> float:
+        beta, gamma, rounds = 2.5, 5, 9
+        z = 4.5 * L * free * gamma * (START - biased) ** 2 + gamma * start
+        z += (1 + 9 * free) / 2 * beta**2 * rounds * L / (gamma + rounds) * C**2
+        other = g + math.sqrt((1 + 1 / free) * g**2 + (1 + 9 * free) * privacy)
+        other *= math.sqrt(2 * L) * beta * rounds * C / (2 * (gamma + rounds))
+        return (math.sqrt(z / (gamma + rounds)) + other) ** 2
+
+    error = curved.mean() / 2 * (x - best) ** 2
+    if theorem == "xu_2026_theorem1":
+        assert result.rounds["theorem_bound"].null_count == 8
+        expected = min(squared(10.0 ** (k / 1000)) for k in range(-6000, 6001))
+    else:
+        root = math.sqrt(g**2 + 2 * math.sqrt(9) * L * privacy)
+        expected = (C / 2 * (g + root) + math.sqrt(start / 3 + L * C**2 / 6)) ** 2
+        error *= 2 * curved.mean()
+    assert last["theorem_bound"] == pytest.approx(expected, rel=1e-4)
+    assert last["theorem_error"] == pytest.approx(error, rel=1e-4)
+
+
+def test_there_is_no_bound_where_a_gradient_is_longer_than_its_clip(tmp_path):
+    sections = bound("chen_2024_theorem1")
+    sections["bounding"] = {**sections["bounding"], "bound": 14.0}  # the fourth begins at 4 (5 + 2)
+    rows = run(
+        experiment(
+            **sections,
+        ),
+        tmp_path / "out",
+    ).rounds.to_pylist()
+    assert rows[0]["theorem_bound"] is rows[0]["theorem_error"] is None
+
+
+REFUSED = messages("bounds on convergence")
+
+
+@pytest.mark.parametrize("changes", REFUSED)
+def test_a_run_of_which_a_theorem_says_nothing_is_refused(changes):
+    theorem, _, sections = changes.partition(" ")
+    merged = dict(bound(theorem))
+    for name, value in yaml.safe_load(f"{{{sections}}}").items():
+        merged[name] = (
+            [{**merged[name][0], **value}]
+            if name == "measure"
+            else {**(merged[name] if "kind" not in value else {}), **value}
+        )
+    with pytest.raises(ConfigError, match=REFUSED[changes]):
+        resolve(experiment(**merged))
