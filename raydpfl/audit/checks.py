@@ -53,6 +53,9 @@ class Check:
 
 def of_runs(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> list[Check]:
     """All checks that the runs allow, each with this probability of a false alarm at most."""
+    if runs[0].plan.lattice is not None:  # no noise is seen apart from the integers of clients
+        exact = [ledger(runs), cohorts(runs, alarm), matrix(runs), sums(runs)]
+        return [check for check in exact if check is not None]
     results = [
         ledger(runs),
         cohorts(runs, alarm),

@@ -243,8 +243,12 @@ class ClientCanaryRun(CanaryRun):
             updates = self.experiment.local.idle(state.view("local", block.slots))[None]
             sent = bounding.send(updates.double(), view)[0]
         norm = float(torch.linalg.vector_norm(sent, bounding.order))
-        weight = float(state.chunk.weights[block.slots[0]])
-        return (sent * (bounding.factor(norm, self._bound) * weight)).cpu().numpy()
+        slot = block.slots[0]
+        factor = bounding.factor(norm, self._bound) * float(state.chunk.weights[slot])
+        limits = state.chunk.limits
+        if limits is not None and abs(factor) * norm > limits[slot]:  # beyond its own budget
+            factor = 0.0
+        return (sent * factor).cpu().numpy()
 
     def _single(self, place: int, added: np.ndarray, noise: np.ndarray, accounted: float) -> float:
         """Scores a canary's own update; how far it is beyond its bound, in stds of its noise."""
@@ -257,6 +261,8 @@ class ClientCanaryRun(CanaryRun):
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
         released = super().release(t, total)
+        if self.plan.lattice is not None:  # in steps, as `sent` has it
+            return released
         added = released - self._others - self._planted
         noise = self._left(self.experiment.noise.scores(added, self._sum_std))
         self.squares.append(float(noise @ noise))

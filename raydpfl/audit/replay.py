@@ -66,6 +66,7 @@ from raydpfl.training.backends.base import Block
 
 FALSE_ALARM = 1e-9  # of one check of the noise
 ROUNDING = 1e-9  # relative: what float64 may differ by
+ROUNDED = 1e-3  # of the coordinates of a vector, that it may round otherwise to integers
 SAME = 1e-6  # of two draws of one noise, over its std and the bound: float64, and the sums' grid
 VICTIMS = 2
 TRAINED = 2  # rounds in which clients train
@@ -104,7 +105,7 @@ class RoundRecord:
     cohort: Cohort | None = None
     bound: float | None = None
     sent: dict[int, np.ndarray] = field(default_factory=dict)  # by victim, of all its draws
-    total: np.ndarray | None = None
+    total: np.ndarray | None = None  # as it is added up: of integers in steps
     released: np.ndarray | None = None
     answers: Mapping[str, float] = field(default_factory=dict)
     # what was added to the exact values, by query
@@ -131,6 +132,8 @@ class World(CanaryRun):
         self.faults: list[str] = []
         self.ended = ""  # why it ended before its last round, in words
         self.broken = False  # whether a round of it failed
+        # of how far all sums have moved by the victim, in stds of their noise
+        self._squares = 0.0
 
     @property
     def removed(self) -> bool:
@@ -175,7 +178,14 @@ class World(CanaryRun):
         flow["what the server keeps"] = {
             name: {key: np.asarray(value).tobytes() for key, value in kept.items()}
             for name, kept in state.states.items()
+            if name != "individual"
         }
+        if self.plan.individual:
+            kept = state.states["individual"]
+            pairs = zip(kept["spent"].tolist(), kept["left"].tolist(), strict=True)
+            victim = None if self.neighbour is None else self.neighbour.victim
+            own = {(client, 0): pair for client, pair in enumerate(pairs)}
+            flow["what clients have spent of their budgets"] = ByClient(own, victim, True)
         flow["the ledger"] = self._ledger_text().splitlines()[-1:]
         budget = self.experiment.privacy.budget
         spent = [self.accounts.spent(t)[name] for name in self.plan.rigorous]
@@ -199,6 +209,23 @@ class World(CanaryRun):
                     f"with {self.neighbour}, the noise on {query} of round {t} differs"
                 )
         self.moves += [f"with {self.neighbour}, {fault}" for fault in moved.faults()]
+        if self.plan.individual:
+            self._squares += moved.square()
+            self.moves += self._beyond_its_budget(t)
+
+    def _beyond_its_budget(self, t: int) -> list[str]:
+        """By how much all that was released until now moves by the victim, against its budget."""
+        assert self.neighbour is not None and self.plan.individual is not None
+        budgets = self.plan.individual
+        share = (1 if self.neighbour.absent else 2) / budgets.moves
+        most = float(budgets.squares[self.neighbour.victim]) * share**2
+        if self._squares <= most * (1 + 1e-6):
+            return []
+        stds = f"{math.sqrt(self._squares):.6g} stds of their noise together"
+        return [
+            f"with {self.neighbour}, the sums up to round {t} move by {stds}, where its own budget "
+            f"has {math.sqrt(most):.6g}"
+        ]
 
     # --- what is released: that of the first world ---
 
@@ -253,8 +280,12 @@ class World(CanaryRun):
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
         released = super().release(t, total)
-        self.records[t].released = released.copy()
-        self.records[t].noise["updates"] = released - total
+        record = self.records[t]
+        record.released = released.copy()
+        record.noise["updates"] = released - total
+        if self.plan.lattice is not None:
+            added = self._added
+            record.noise["updates"] = np.zeros_like(total) if added is None else added.copy()
         forced = None if self.first is None else self.first.records[t].released
         return released if forced is None else forced.copy()
 
@@ -438,6 +469,9 @@ class Moved:
                 slack = 4 * float(np.spacing(abs(answers[1][query.name])))
             most = self.draws * self.share * query.bound * unit
             std = query.std * unit * plan.factor(self.t)
+            if plan.lattice is not None:  # the one sum, in steps
+                most = self.draws * self.share * math.sqrt(plan.lattice.square)
+                std = plan.lattice.std
             squares += (max(far - slack, 0.0) / std) ** 2
             if not far <= most * (1 + ROUNDING) + slack:
                 yield (
@@ -455,11 +489,21 @@ class Moved:
         yield from self._others(moved[1])
         yield from self._histogram()
 
+    def square(self) -> float:
+        """Of how far the sum of the updates moves, in stds of its noise."""
+        far, slack = self._sum()
+        std = self.world.plan.sum_std(self.t, self.there.bound)
+        return (max(far - slack, 0.0) / std) ** 2
+
     def _sum(self) -> tuple[float, float]:
         """How far the sum of the updates moves, and what rounding may add to that."""
-        here, there = self.here.released, self.there.released
-        assert here is not None and there is not None and self.there.cohort is not None
         plan = self.world.plan
+        here, there = self.here.released, self.there.released
+        if plan.lattice is not None:
+            here, there = self.here.total, self.there.total
+        assert here is not None and there is not None and self.there.cohort is not None
+        if plan.lattice is not None:  # whose integers are exact
+            return float(np.linalg.norm(here - there)), 0.0
         grid = Grid.of(
             len(self.there.cohort),
             None if self.there.bound is None else self.there.bound * plan.weight,
@@ -555,31 +599,45 @@ class AdversaryWorld(World, ClientCanaryRun):
 
     def sent(self, state: ChunkRound, block: Block, vector: torch.Tensor) -> None:
         """See `CanaryRun.sent`."""
-        super().sent(state, block, vector)
         work, chunk = state.work, state.chunk
         slots = block.slots
         client = int(chunk.clients[slots[0]])
         sent = vector.cpu().numpy()
+        if work.modular is None:
+            super().sent(state, block, vector)
+        else:
+            self._sum += sent
         if client in self.canaries.places:
             by_victim = self.records[work.t].sent
             by_victim[client] = by_victim.get(client, 0.0) + sent
         if self.neighbour is not None:
             return
-        order = self.experiment.bounding.order
-        slack = self.plan.d ** (1 / order) * work.grid.step
+        who = chunk.clients[slots], chunk.draws[slots]
         if self._client_std:
-            who = chunk.clients[slots], chunk.draws[slots]
             noise = self.experiment.noise
-            drawn = noise.on_clients(work.noise_seed, work.t, *who, self._client_std, self.plan.d)
+            drawn = noise.on_clients(work.noise_seed, work.t, *who, work.client_std, self.plan.d)
             assert drawn is not None  # of this std
             sent = sent - drawn[0]
-            what = f"client {client}'s update"
-            self._drawn_as_accounted(work.t, what, self._sent_noise, drawn[0], self._client_std)
+            if work.modular is None:
+                what = f"client {client}'s update"
+                self._drawn_as_accounted(work.t, what, self._sent_noise, drawn[0], work.client_std)
+        order = self.experiment.bounding.order
         length, most = float(np.linalg.norm(sent, order)), self._bound * self.plan.weight
+        slack = self.plan.d ** (1 / order) * work.grid.step
+        if work.modular is not None:
+            expected = work.modular.encode(self._expected(state, block)[None], *who)[0]
+            off = np.flatnonzero(sent != expected)
+            if len(off) > ROUNDED * self.plan.d or np.abs(sent - expected).max(initial=0.0) > 1:
+                self.faults.append(
+                    f"client {client} sends other integers in round {work.t} than its vector and "
+                    f"the noise that was accounted for make, in {len(off)} coordinates"
+                )
+            length, most, slack = float(sent @ sent), float(work.modular.square), 0.0
         if not length <= most * (1 + ROUNDING) + slack:
+            norm = "norm" if work.modular is None else "squared norm"
             self.moves.append(
-                f"client {client} sends norm {length:.12g} in round {work.t}, where {most:.12g} is "
-                "declared"
+                f"client {client} sends {norm} {length:.12g} in round {work.t}, where {most:.12g} "
+                "is declared"
             )
 
     # --- the noise: what the member draws for the std that accountants have ---
@@ -600,10 +658,11 @@ class AdversaryWorld(World, ClientCanaryRun):
         """See `Coordinator.release`."""
         released = super().release(t, total)
         if self.neighbour is None:
-            drawn = self._again.on_sum(t, self.stds[-1])
+            std = self.stds[-1] if self.plan.lattice is None else self.plan.lattice.std
+            drawn = self._again.on_sum(t, std)
             drawn = np.zeros(self.plan.d) if drawn is None else drawn
             added = self.records[t].noise["updates"]
-            self._drawn_as_accounted(t, "the sum", added, drawn, self.stds[-1])
+            self._drawn_as_accounted(t, "the sum", added, drawn, std)
         return released
 
     @cached_property
@@ -647,6 +706,8 @@ class EveryoneWorld(AdversaryWorld):
 
     def checks(self) -> list[Check]:
         """Of what every client sends."""
+        if self.plan.lattice is not None:
+            return [replace(checks.sums([self]), name="sums of everyone")]
         every = [checks.bounds([self], FALSE_ALARM), checks.sums([self])]
         noise = checks.noise_of_updates([self], FALSE_ALARM)
         every += [noise] if noise else []
@@ -821,13 +882,10 @@ def replay(
         if not experiment.private:
             expected = "gaussian: without noise nothing is claimed, and there is nothing to replay"
             raise ConfigError("noise.kind", experiment.noise.kind, expected)
-        if experiment.privacy.individual is not None:
-            expected = "none in a replay, as what a client spends follows its own norms"
-            raise ConfigError("privacy.individual", str(experiment.privacy.individual), expected)
+        if not experiment.noise.repeatable:
+            expected = "keyed in a replay, in whose worlds the noise is the same"
+            raise ConfigError("noise.source", "system", expected)
         plan = resolve(experiment, Path(data_root) if data_root else None)
-        if plan.lattice is not None:
-            expected = "gaussian noise: the integers of secure sums are not replayed"
-            raise ConfigError("noise.kind", experiment.noise.kind, expected)
         quiet = _quiet(plan)
         worlds = _worlds(quiet, on_world)
         results, unseen = _of_steps(quiet)

@@ -16,6 +16,7 @@ from test_audit import ADAPTIVE, HISTOGRAMS, SERVER, patched, small, stepping
 from raydpfl import Experiment
 from raydpfl.audit.replay import replay
 from raydpfl.check.example import AROUND, SECTIONS, examples_of
+from raydpfl.core.modular_sum import ModularSum
 from raydpfl.data.row_readers import ClientTable
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.bounding.quantile_clip import QuantileClip
@@ -27,6 +28,7 @@ from raydpfl.methods.selection.power_of_choice import PowerOfChoice
 from raydpfl.methods.selection.with_replacement import Multinomial
 from raydpfl.models.client_histogram import Histogram
 from raydpfl.privacy import Mechanism, Query, Sampling, Terms, report_of
+from raydpfl.privacy.individual import IndividualBudgets
 from raydpfl.simulation import privacy_budget
 from raydpfl.simulation.client import actor, contribution
 from raydpfl.simulation.client.actor import ClientActor
@@ -58,6 +60,7 @@ NOISES = (
     {"kind": "gaussian", "epsilon": 3.0},
     {"kind": "gaussian", "multiplier": 1.0, "placement": "step"},
     {"kind": "gaussian", "placement": "step", "epsilon": {"kind": "uniform", "low": 1, "high": 9}},
+    {"kind": "discrete_gaussian", "multiplier": 1.0, "bits": 12},
 )
 EVALUATE = (
     {"every": 100},
@@ -104,7 +107,8 @@ def sound(seed):
             tree["selection"] = {**tree["selection"], "dropout": 0.2}
         try:
             made = Experiment.from_dict(tree)
-            if made.private and resolve(made).lattice is None:
+            if made.private and made.noise.repeatable:
+                resolve(made)
                 return made
         except ConfigError:
             continue
@@ -643,6 +647,100 @@ def test_noise_that_two_local_steps_share_is_noticed(monkeypatch):
     )
     done = replay(stepping(client={"backend": "fused"}))
     assert "keys of steps" in test_audit.failed(done)
+
+
+# ---- sums of integers ----
+
+INTEGERS = (
+    {"kind": "discrete_gaussian", "multiplier": 1.0},
+    {"kind": "discrete_gaussian", "multiplier": 1.0, "placement": "client"},
+    {"kind": "skellam", "multiplier": 1.0, "bits": 12, "rotation": False},
+)
+
+
+def of_integers(noise):
+    privacy = {"accountants": ["rdp"]}
+    return small(noise=noise, privacy=privacy, selection={"kind": "uniform", "cohort": 5})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", INTEGERS)
+def test_sums_of_integers_are_replayed(noise):
+    done = replay(of_integers(noise))
+    assert done.passed, done.verdict
+
+
+def nothing(drawn, self, *given):
+    return None if drawn is None else 0 * drawn
+
+
+no_noise_of_clients = after(Contribution, "noise", nothing)
+no_noise_of_the_server = after(MonitoredNoise, "on_sum", nothing)
+integers_too_long = after(ModularSum, "encode", lambda rows, self, *given: rows + np.sign(rows))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("control", "noise"),
+    [
+        (integers_too_long, INTEGERS[0]),
+        (integers_too_long, INTEGERS[2]),
+        (no_noise_of_clients, INTEGERS[1]),
+        (no_noise_of_clients, INTEGERS[2]),
+        (no_noise_of_the_server, INTEGERS[0]),
+    ],
+)
+def test_sums_of_integers_that_are_broken_are_noticed(control, noise, monkeypatch):
+    control(monkeypatch)
+    assert not replay(of_integers(noise)).passed
+
+
+# ---- clients' own budgets ----
+
+
+def individually(placement="server", relation="replace_one", budget=4.0):
+    noise = {"kind": "gaussian", "multiplier": 4.0, "placement": placement, "delta": 1e-3}
+    privacy = {"individual": budget, "relation": relation}
+    return small(noise=noise, privacy=privacy, rounds=12, selection={"kind": "full"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["server", "client"])
+@pytest.mark.parametrize("relation", ["replace_one", "zero_out"])
+def test_clients_with_budgets_of_their_own_are_replayed(placement, relation):
+    for budget in (4.0, {"kind": "uniform", "low": 1.0, "high": 9.0}):
+        done = replay(individually(placement, relation, budget))
+        assert done.passed, done.verdict
+
+
+def spent_but_half(patch):
+    spend = IndividualBudgets.spend
+    patch.setattr(
+        IndividualBudgets,
+        "spend",
+        lambda self, clients, lengths, *given: spend(self, clients, 0.7 * lengths, *given),
+    )
+
+
+def a_client_that_pays_for_another(patch):
+    spend = IndividualBudgets.spend
+    patch.setattr(
+        IndividualBudgets,
+        "spend",
+        lambda self, clients, *given: spend(self, np.roll(clients, 1), *given),
+    )
+
+
+beyond_the_limit = after(IndividualBudgets, "limits", lambda most, self, *given: 1.5 * most)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "control", [spent_but_half, a_client_that_pays_for_another, beyond_the_limit]
+)
+def test_budgets_that_are_not_held_are_noticed(control, monkeypatch):
+    control(monkeypatch)
+    assert not replay(individually()).passed
 
 
 # ---- what comes of it ----
