@@ -122,6 +122,7 @@ def _section(name: str) -> str:
     parts.append(_facts(folder, summary))
     tables = ["claims.md", *sorted(path.name for path in folder.glob("table-test*.md"))]
     tables += sorted(path.name for path in folder.glob("table-s*.md"))
+    tables += sorted(path.name for path in folder.glob("values-*.md"))
     parts += [_table(folder / table) for table in tables if (folder / table).exists()]
     parts += [_arms(summary)] if summary["equal_arms"] else []
     figures = sorted(path.name for path in folder.glob("*.svg"))

@@ -14,6 +14,8 @@ from conftest import experiment, messages
 from raydpfl import run
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
+from raydpfl.methods.probes import convergence_bound
+from raydpfl.methods.probes.client_optima import linear
 from raydpfl.simulation.resolution import resolve
 
 OPTIMA, L, MU, C, START = (3.0, 1.0, -1.0, -2.0), 4.0, 0.5, 30.0, 5.0
@@ -142,6 +144,25 @@ def test_the_bounds_of_003_are_those_of_its_formulas(theorem, tmp_path):
         error *= 2 * curved.mean()
     assert last["theorem_bound"] == pytest.approx(expected, rel=1e-4)
     assert last["theorem_error"] == pytest.approx(error, rel=1e-4)
+
+
+def test_theorem_1_of_003_tends_to_corollary_1(tmp_path):
+    """eq. 21, with the last term of Theorem 1 for T without end, where no gradient is clipped."""
+    plan = resolve(experiment(**bound("xu_2026_theorem1")))
+    problem = plan.problem(Shards.open(plan.shards))
+    losses = linear(problem.module, problem.task, problem.shards, 0.0)
+    of = convergence_bound.BoundConstants(problem, losses)
+    limit = min(
+        L
+        * 2.5**2
+        * C**2
+        / 2
+        * (of.selection + math.sqrt((1 + 1 / g) * of.selection**2 + (1 + 9 * g) * of.privacy)) ** 2
+        for g in convergence_bound.GAMMAS.tolist()
+    )
+    values = [convergence_bound.xu_theorem1(of, L, MU, 10**k) for k in (9, 12, 15)]
+    assert values[0] > values[1] > values[2] > limit
+    assert values[2] == pytest.approx(limit, rel=1e-5)
 
 
 def test_there_is_no_bound_where_a_gradient_is_longer_than_its_clip(tmp_path):

@@ -86,7 +86,7 @@ class ConvergenceBoundProbe(Probe):
                 raise self._refused("local.steps", problem.local.steps, "1")
             if problem.mechanism is None or "variance" not in problem.mechanism.of_clients():
                 raise self._refused("noise.epsilon", None, "budgets of the clients")
-        constants = _Constants(problem, losses)
+        constants = BoundConstants(problem, losses)
         if constants.smoothness > self.smoothness:
             expected = f"{constants.smoothness:g} or above"
             raise self._refused("smoothness", self.smoothness, expected)
@@ -122,18 +122,18 @@ class ConvergenceBoundProbe(Probe):
     def assess(self, problem: Problem, out: Path) -> Assess | None:
         losses = linear(problem.module, problem.task, problem.shards, 0.0)
         assert losses is not None
-        of = _Constants(problem, losses)
+        of = BoundConstants(problem, losses)
         total = problem.rounds
 
         def bound(t: int) -> float:
             """In round t, from 0."""
             if self.theorem == "chen_2024_theorem1":
-                return _chen_theorem1(of, self.smoothness, self.convexity, t + 1)
+                return chen_theorem1(of, self.smoothness, self.convexity, t + 1)
             if self.theorem == "chen_2024_theorem2":
-                return _chen_theorem2(of, self.smoothness, total)
+                return chen_theorem2(of, self.smoothness, total)
             if self.theorem == "xu_2026_theorem1":
-                return _xu_theorem1(of, self.smoothness, self.convexity, total)
-            return _xu_theorem2(of, self.smoothness, total)
+                return xu_theorem1(of, self.smoothness, self.convexity, total)
+            return xu_theorem2(of, self.smoothness, total)
 
         def assess(t: int, model: np.ndarray) -> Mapping[str, float | None]:
             theta = losses.matrix(model)
@@ -148,7 +148,7 @@ class ConvergenceBoundProbe(Probe):
         return assess
 
 
-class _Constants:
+class BoundConstants:
     """What the bounds are made of, but for the L and the lambda that are given."""
 
     def __init__(self, problem: Problem, losses: LinearLosses):
@@ -208,7 +208,7 @@ def _beta_gamma(local: Local) -> tuple[float, float]:
     return local.lr * gamma, gamma
 
 
-def _chen_theorem1(of: _Constants, L: float, convexity: float, rounds: int) -> float:
+def chen_theorem1(of: BoundConstants, L: float, convexity: float, rounds: int) -> float:
     """002 Theorem 1."""
     squares = of.clip**2 + of.noise
     h = 40 * (squares + 4 * of.steps * of.clip**2) + (8 * L * of.ratio + 16 * L) * of.gamma_s
@@ -217,7 +217,7 @@ def _chen_theorem1(of: _Constants, L: float, convexity: float, rounds: int) -> f
     return (2 * L / convexity**2 * h + start) / (16 * L / convexity + rounds)
 
 
-def _chen_theorem2(of: _Constants, L: float, rounds: int) -> float:
+def chen_theorem2(of: BoundConstants, L: float, rounds: int) -> float:
     """002 Theorem 2."""
     moved = of.rate * of.steps
     upsilon = moved / 2 - 15 * moved**3 * L**2 - 90 * of.ratio * moved**4 * L**3
@@ -229,7 +229,7 @@ def _chen_theorem2(of: _Constants, L: float, rounds: int) -> float:
     return (of.start / rounds + q) / upsilon
 
 
-def _xu_theorem1(of: _Constants, L: float, convexity: float, rounds: int) -> float:
+def xu_theorem1(of: BoundConstants, L: float, convexity: float, rounds: int) -> float:
     """003 Theorem 1, squared: of F - F*."""
     beta, gamma = of.beta_gamma
     later = gamma + rounds
@@ -241,7 +241,7 @@ def _xu_theorem1(of: _Constants, L: float, convexity: float, rounds: int) -> flo
     return float(np.min(np.sqrt(z / later) + last) ** 2)
 
 
-def _xu_theorem2(of: _Constants, L: float, rounds: int) -> float:
+def xu_theorem2(of: BoundConstants, L: float, rounds: int) -> float:
     """003 Theorem 2, squared: of the mean of ||grad F||^2."""
     root = math.sqrt(of.selection**2 + 2 * math.sqrt(rounds) * L * of.privacy)
     start = (of.start + L * of.clip**2 / 2) / math.sqrt(rounds)
