@@ -46,7 +46,7 @@ class About(Section):
     shows: str = ""  # what the paper claims with it
     answers: tuple[str, ...] = ()  # other names by which it is found
     lost: str = ""  # what the paper does not state, and what was chosen for it
-    seeds: int = Field(default=5, ge=1)  # of final runs, which follow the tuning seeds
+    seeds: int = Field(default=10, ge=1)  # of final runs, which follow the tuning seeds
     tuning_seeds: int = Field(default=2, ge=1, le=4)  # of every setting: seed, seed + 1, ...
     last: int = Field(default=3, ge=1)  # evaluations of which every score is the mean
     grow: int = Field(default=2, ge=0)  # values put to each end of a grid that is chosen
