@@ -1,0 +1,285 @@
+"""A replay: the same rounds on neighbouring populations, under the same keys.
+
+Each world is a run of the experiment itself, in this process, in which all clients send what an
+adversary would: far beyond the bound, the largest numbers, NaN, infinity, denormals, nothing. A
+neighbouring world differs in one client, the victim: it sends something else, or nothing, or is not
+there. The noise is the same, as its keys are. What is released in a round of the first world is
+taken up in all others, so that every round is compared given one history, as the composition of
+rounds has it. So nothing may differ but
+
+- each released sum, by no more than the sensitivity that the mechanism declares, and all sums of a
+  round together, in stds of their noise, by no more than `Mechanism.mu`;
+- what the victim alone keeps.
+
+Cohorts, weights, bounds, all that is sent to clients, what the others send, models, states, the
+ledger and the number of rounds are compared with themselves. In addition clients train on their own
+rows for some rounds, and the victim on others: that is the code of every run, and the sums of its
+compiled loops. What is released of the first world is held against the noise that was accounted
+for, with a false alarm in 1e-9 of sound runs.
+
+>>> experiment = Experiment.from_dict({
+...     "rounds": 2,
+...     "data": {"kind": "synthetic", "clients": 20, "samples": 5, "test_samples": 10},
+...     "model": {"kind": "softmax"},
+...     "selection": {"kind": "uniform", "cohort": 5},
+...     "bounding": {"kind": "clip", "bound": 1.0},
+...     "noise": {"kind": "gaussian", "multiplier": 1.0},
+... })
+>>> replay(experiment).passed
+True
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raydpfl.audit import checks, local_step_canaries, observers, result_folder
+from raydpfl.audit.checks import Check
+from raydpfl.audit.client_canaries import ClientCanaries
+from raydpfl.audit.replay.adversaries import (
+    FALSE_ALARM,
+    LESS,
+    OVERHEAD,
+    AdversaryWorld,
+    EveryoneWorld,
+)
+from raydpfl.audit.replay.record import Neighbour, mechanism_of
+from raydpfl.audit.replay.training import TrainingWorld
+from raydpfl.audit.replay.world import World
+from raydpfl.errors import ConfigError
+from raydpfl.experiment import Experiment
+from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.resolution import resolve
+
+VICTIMS = 2
+TRAINED = 2  # rounds in which clients train
+NEIGHBOURS = 12  # rounds of a neighbouring world at most
+CANARIES = 200  # samples, where noise is drawn at local steps
+WORK = 2e8  # as `LESS`, of the first world
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What the worlds of a replay come to."""
+
+    checks: list[Check]
+    worlds: tuple[str, ...]  # in words
+    rounds: int  # of the first
+    seed: int
+    unseen: tuple[str, ...]  # what was not looked at
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing contradicts what the mechanism declares."""
+        return all(check.passed for check in self.checks)
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in plain sentences, with what was not looked at."""
+        failed = [f"{check.name}: {check.finding}" for check in self.checks if not check.passed]
+        unseen = f"Not looked at: {'; '.join(self.unseen)}." if self.unseen else ""
+        if failed:
+            return f"What ran is not what was accounted for ({'; '.join(failed)}). {unseen}"
+        looked = ", ".join(check.name for check in self.checks)
+        return (
+            f"In {len(self.worlds)} worlds of up to {self.rounds} rounds ({looked}) nothing moves "
+            f"by more than the mechanism declares. {unseen}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `audit.json` has it."""
+        return {
+            "passed": self.passed,
+            "verdict": self.verdict,
+            "runs": len(self.worlds),
+            "seed": self.seed,
+            "not_looked_at": list(self.unseen),
+            "notes": [f"world: {world}" for world in self.worlds],
+            "false_alarm": {"checks": sum(check.false_alarm for check in self.checks)},
+            "views": [],
+            "checks": [check.to_dict() for check in self.checks],
+        }
+
+    def text(self) -> str:
+        """The report, for a terminal."""
+        lines = [
+            f"{'passed' if c.passed else 'FAILED'}  {c.name}: {c.finding}" for c in self.checks
+        ]
+        return "\n".join([*lines, self.verdict])
+
+
+def replay(
+    experiment: Experiment,
+    out: str | Path | None = None,
+    *,
+    data_root: str | Path | None = None,
+    on_world: Callable[[int, int], None] = lambda done, of: None,
+) -> Replay:
+    """Replays an experiment, in this process, whatever `client.actors` says. Raises `ConfigError`
+    if it claims no privacy.
+
+    Args:
+        experiment: what is replayed.
+        out: a new or empty directory for `audit.json` and `config.yaml`, which `raydpfl report`
+            shows, or its address; None: no files are written.
+        data_root: the folder of data sets.
+        on_world: is called with the worlds done, and of how many.
+    """
+    with result_folder(out) as write:
+        if not experiment.private:
+            expected = "gaussian: without noise nothing is claimed, and there is nothing to replay"
+            raise ConfigError("noise.kind", experiment.noise.kind, expected)
+        if not experiment.noise.repeatable:
+            expected = "keyed in a replay, in whose worlds the noise is the same"
+            raise ConfigError("noise.source", "system", expected)
+        plan = resolve(experiment, Path(data_root) if data_root else None)
+        quiet = _quiet(plan)
+        worlds = _worlds(quiet, on_world)
+        results, unseen = _of_steps(quiet)
+        if experiment.evaluate.stop is not None:
+            unseen.append("early stopping (evaluate.stop)")
+        done = _verdict(quiet, worlds, (results, unseen))
+        write(plan, done.to_dict(), None)
+    return done
+
+
+def _quiet(plan: Plan) -> Plan:
+    """The plan of the worlds: another release than the run's own, in this process, in which clients
+    that fail are left out. Nothing is measured, and nothing evaluated that is not accounted for.
+    """
+    e = plan.experiment
+    on_error = e.client.on_error if mechanism_of(plan).by_draws else "drop"
+    client = e.client.model_copy(update={"actors": 0, "on_error": on_error})
+    quiet: dict[str, Any] = {"test": False, "stop": None, "every": e.rounds + 1}
+    if e.evaluate.survey is not None:
+        quiet = {"test": False, "stop": None}
+    else:
+        quiet |= {"per_client": None, "validation": 0.0}
+    update = {"client": client, "measure": (), "track": ()}
+    update["evaluate"] = e.evaluate.model_copy(update=quiet)
+    quieted = e.model_copy(update=update)
+    return replace(plan, experiment=quieted, platform={**plan.platform, "audit": "replay"})
+
+
+def _rounds(plan: Plan, work: float, least: int) -> int:
+    """So many rounds of a world as this work allows."""
+    of_one = max(plan.cohort, 1) * (plan.d + OVERHEAD)
+    return min(plan.experiment.rounds, max(least, int(work / of_one)))
+
+
+def _worlds(plan: Plan, on_world: Callable[[int, int], None]) -> list[World]:
+    """All worlds, the first of each kind before its neighbours. With noise at local steps, whose
+    sums are in no adversary's hands, those alone in which clients train.
+    """
+    few = min(_rounds(plan, LESS, 2), NEIGHBOURS)
+    victims = _victims(plan, few)
+    planted = ClientCanaries(plan.experiment.seed, plan.d, np.unique(victims), False)
+    adversaries = partial(AdversaryWorld, canaries=planted)
+    trained = min(TRAINED, few)
+    kinds: list[tuple[Callable[..., World], int, int, list[Neighbour]]] = [
+        (TrainingWorld, trained, trained, [Neighbour(_victims(plan, trained)[0])])
+    ]
+    if not mechanism_of(plan).by_draws:
+        cases = (False, 1), (True, 0), (False, 5)
+        neighbours = [Neighbour(victims[0], *case) for case in cases]
+        neighbours += [Neighbour(victim, *case) for victim in victims[1:] for case in cases[:2]]
+        everyone = partial(EveryoneWorld, canaries=planted)
+        kinds = [
+            (adversaries, _rounds(plan, WORK, 2), few, neighbours),
+            (everyone, 1, 0, []),
+            *kinds,
+        ]
+    of = sum(1 + len(neighbours) for *_, neighbours in kinds)
+    worlds: list[World] = []
+    for kind, rounds, less, neighbours in kinds:
+        first: World | None = None
+        for neighbour in (None, *neighbours):
+            most = rounds if first is None else min(less, len(first.records))
+            with tempfile.TemporaryDirectory(prefix="raydpfl-replay-") as out:
+                world = kind(plan, out, neighbour, first)
+                world.carry_out(most)
+            first = first or world
+            worlds.append(world)
+            on_world(len(worlds), of)
+    return worlds
+
+
+def _victims(plan: Plan, rounds: int) -> list[int]:
+    """Of the clients that take part in the first rounds those that weigh most, and then those that
+    take part most often.
+    """
+    e = plan.experiment
+    drawn = [e.selection.exposed(plan.cohort_seed(), t, plan.population) for t in range(rounds)]
+    clients, counts = np.unique(np.concatenate(drawn), return_counts=True)
+    if not len(clients):
+        return [0]
+    weights = np.abs(plan.weights(clients))
+    order = np.lexsort((clients, -counts, -weights))
+    return [int(client) for client in clients[order][:VICTIMS]]
+
+
+def _of_steps(plan: Plan) -> tuple[list[Check], list[str]]:
+    """Of noise at local steps: updates done again as plainly as possible, with the noise that was
+    accounted for, and what is not looked at, in words.
+    """
+    if not mechanism_of(plan).by_draws:
+        return [], []
+    drawn = checks.noise_of_steps(plan, FALSE_ALARM)
+    try:
+        run = local_step_canaries.run(plan, CANARIES, plan.terms.delta, lambda done, of: None)
+    except ConfigError as error:
+        return drawn, [f"local steps ({error})"]
+    results = [checks.ledger([run]), run.check_steps(), *drawn]
+    held = checks.curve(run.least_deltas(run.printed))
+    return [*results, *([held] if held else [])], list(run.unseen())
+
+
+def _verdict(
+    plan: Plan, worlds: Sequence[World], of_steps: tuple[list[Check], list[str]]
+) -> Replay:
+    moves = [move for world in worlds for move in world.moves]
+    faults = [fault for world in worlds for fault in world.faults]
+    count = sum(len(world.records) for world in worlds)
+    rounds = f"{count} rounds of {len(worlds)} worlds"
+    results = [
+        Check(
+            "sensitivity",
+            not moves,
+            "; ".join(moves[:3]) or f"no sum moves by more than is declared in {rounds}",
+        ),
+        Check(
+            "control flow",
+            not faults,
+            "; ".join(faults[:3]) or f"all that is no sum of clients is the same in {rounds}",
+        ),
+    ]
+    unseen = list(of_steps[1])
+    first = worlds[0]
+    if isinstance(first, AdversaryWorld) and first.records and not first.broken:
+        results += checks.of_runs([first], FALSE_ALARM)
+        cohorts = [record.cohort for record in first.records if record.cohort is not None]
+        results.append(checks.noise_of_draws(plan, cohorts, FALSE_ALARM))
+        held = checks.curve(observers.least_deltas([first], []))
+        results += [held] if held else []
+    by_steps = {check.name for check in of_steps[0]}
+    if mechanism_of(plan).by_draws and first.records and "ledger" not in by_steps:
+        results.append(checks.ledger([first]))
+    for world in worlds:
+        results += world.checks() if isinstance(world, EveryoneWorld) and not world.broken else []
+    results += of_steps[0]
+    left = plan.experiment.rounds - len(first.records)
+    if left:
+        unseen.append(f"the last {left} rounds" + (f" ({first.ended})" if first.ended else ""))
+    words = tuple(
+        f"{'adversaries' if isinstance(world, AdversaryWorld) else 'clients that train'}, "
+        f"{world.neighbour or 'the first world'}, {len(world.records)} rounds"
+        for world in worlds
+    )
+    return Replay(results, words, len(first.records), plan.experiment.seed, tuple(unseen))

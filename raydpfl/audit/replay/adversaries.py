@@ -1,0 +1,206 @@
+"""Worlds of a replay in which clients send what an adversary would."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from raydpfl.audit import checks
+from raydpfl.audit.checks import Check
+from raydpfl.audit.client_canaries import FAR, ClientCanaryRun, on_sums
+from raydpfl.audit.replay.rows import VictimRows
+from raydpfl.audit.replay.sum_difference import ROUNDING
+from raydpfl.audit.replay.world import LARGEST, World
+from raydpfl.core.messages import Columns
+from raydpfl.core.prng import Purpose, normals
+from raydpfl.methods.noise import NoiseSource, SideQuery
+from raydpfl.methods.selection import Cohort
+from raydpfl.simulation.client.actor import ClientActor
+from raydpfl.simulation.client.actor_round import ChunkRound
+from raydpfl.simulation.client.contribution import Contribution
+from raydpfl.simulation.noise_monitor import MonitoredNoise
+from raydpfl.training.backends.base import Block
+
+FALSE_ALARM = 1e-9  # of one check of the noise
+ROUNDED = 1e-3  # of the coordinates of a vector, that it may round otherwise to integers
+SAME = 1e-6  # of two draws of one noise, over its std and the bound: float64, and the sums' grid
+# contributions x (parameters + OVERHEAD) of a world
+LESS = 3e7
+OVERHEAD = 20_000
+# what a client with state may send at most: its state is float32, and so is its square
+WITH_STATE = 1e15
+SENT = ("far", "opposite", "tiny", "largest", "spike", "denormal", "NaN", "nothing", "infinite")
+
+
+class AdversaryWorld(World, ClientCanaryRun):
+    """A world in which no client trains: what each would send unbounded is an adversary's."""
+
+    def plant(self, actor: ClientActor) -> None:
+        """See `CanaryRun.plant`: losses and scores are of other rows too."""
+        if self.neighbour is not None:
+            actor.shards.reader = VictimRows(actor.shards.reader, self.neighbour.victim, -1e4)
+
+    def blocks(self, contribution: Contribution, state: ChunkRound) -> Iterator[Block]:
+        """See `CanaryRun.blocks`."""
+        for slots in np.flatnonzero(state.chunk.members >= 0)[:, None]:
+            client = int(state.chunk.members[slots[0]])
+            what = self._what(client, state.work.t)
+            updates = self._updates(what, client, state, slots, contribution.device)
+            loss = math.nan if what == "NaN" else 10.0 ** (SENT.index(what) - 2)
+            yield Block(slots, updates, np.full(1, loss))
+
+    def _what(self, client: int, t: int) -> str:
+        """What a client sends in a round; victims of the first world go as far as they can."""
+        if client not in self.canaries.places:
+            turn = client + t
+            return "far" if turn % 2 else SENT[turn // 2 % len(SENT)]
+        neighbour = self.neighbour
+        if neighbour is None or client != neighbour.victim:
+            return "far"
+        return "nothing" if neighbour.absent else SENT[(neighbour.first + t) % len(SENT)]
+
+    def _updates(
+        self, what: str, client: int, state: ChunkRound, slots: np.ndarray, device: torch.device
+    ) -> torch.Tensor:
+        """A client's update, float32 [1, d]."""
+        d = self.plan.d
+        most = LARGEST if self.experiment.stateful is None else WITH_STATE
+        far = FAR * (self._bound + self._client_std / self.plan.weight)
+        far += self.experiment.bounding.far
+        direction = normals(self.experiment.seed, Purpose.CANARY, d, client=client)
+        direction /= torch.linalg.vector_norm(direction, dtype=torch.float64).float()
+        sizes = {"far": far, "opposite": -far, "tiny": 1e-3 * self._bound, "nothing": 0.0}
+        if what in sizes:
+            vectors = (direction * sizes[what]).to(device)[None]
+            view = state.view("bounding", slots)
+            return self.experiment.bounding.invert(vectors, view).float()
+        updates = torch.zeros(1, d)
+        spike = (client + state.work.t) % d
+        if what == "largest":
+            updates[:] = torch.sign(direction) * most
+        elif what == "denormal":
+            updates[:] = 1e-45
+        else:
+            updates[0, spike] = {"spike": most / 1e8, "NaN": math.nan, "infinite": math.inf}[what]
+        return updates.to(device)
+
+    def sent(self, state: ChunkRound, block: Block, vector: torch.Tensor) -> None:
+        """See `CanaryRun.sent`."""
+        work, chunk = state.work, state.chunk
+        slots = block.slots
+        client = int(chunk.clients[slots[0]])
+        sent = vector.cpu().numpy()
+        if work.modular is None:
+            super().sent(state, block, vector)
+        else:
+            self._sum += sent
+        if client in self.canaries.places:
+            by_victim = self.records[work.t].sent
+            by_victim[client] = by_victim.get(client, 0.0) + sent
+        if self.neighbour is not None:
+            return
+        who = chunk.clients[slots], chunk.draws[slots]
+        if self._client_std:
+            noise = self.experiment.noise
+            drawn = noise.on_clients(work.noise_seed, work.t, *who, work.client_std, self.plan.d)
+            assert drawn is not None  # of this std
+            sent = sent - drawn[0]
+            if work.modular is None:
+                what = f"client {client}'s update"
+                self._drawn_as_accounted(work.t, what, self._sent_noise, drawn[0], work.client_std)
+        order = self.experiment.bounding.order
+        length, most = float(np.linalg.norm(sent, order)), self._bound * self.plan.weight
+        slack = self.plan.d ** (1 / order) * work.grid.step
+        if work.modular is not None:
+            expected = work.modular.encode(self._expected(state, block)[None], *who)[0]
+            off = np.flatnonzero(sent != expected)
+            if len(off) > ROUNDED * self.plan.d or np.abs(sent - expected).max(initial=0.0) > 1:
+                self.faults.append(
+                    f"client {client} sends other integers in round {work.t} than its vector and "
+                    f"the noise that was accounted for make, in {len(off)} coordinates"
+                )
+            length, most, slack = float(sent @ sent), float(work.modular.square), 0.0
+        if not length <= most * (1 + ROUNDING) + slack:
+            norm = "norm" if work.modular is None else "squared norm"
+            self.moves.append(
+                f"client {client} sends {norm} {length:.12g} in round {work.t}, where {most:.12g} "
+                "is declared"
+            )
+
+    # --- the noise: what the member draws for the std that accountants have ---
+
+    def _drawn_as_accounted(
+        self, t: int, what: str, added: np.ndarray, drawn: np.ndarray, std: float
+    ) -> None:
+        if not self.experiment.noise.repeatable:
+            return
+        off = float(np.abs(added - drawn).max(initial=0.0))
+        if not off <= SAME * (std + self._bound * self.plan.weight):
+            self.faults.append(
+                f"the noise on {what} of round {t} is off by {off:.6g} from what noise.kind "
+                f"{self.experiment.noise.kind} draws at std {std:.6g}, which was accounted for"
+            )
+
+    def release(self, t: int, total: np.ndarray) -> np.ndarray:
+        """See `Coordinator.release`."""
+        released = super().release(t, total)
+        if self.neighbour is None:
+            std = self.stds[-1] if self.plan.lattice is None else self.plan.lattice.std
+            drawn = self._again.on_sum(t, std)
+            drawn = np.zeros(self.plan.d) if drawn is None else drawn
+            added = self.records[t].noise["updates"]
+            self._drawn_as_accounted(t, "the sum", added, drawn, std)
+        return released
+
+    @cached_property
+    def _again(self) -> NoiseSource:
+        return self.experiment.noise.on_server(self.plan.noise_seed, self.plan.d)
+
+    def noisy_answers(
+        self, t: int, cohort: Cohort, columns: Columns, noise: MonitoredNoise | None = None
+    ) -> dict[str, float]:
+        """See `Coordinator.noisy_answers`."""
+        sums = super().noisy_answers(t, cohort, columns, noise)
+        if noise is not None or self.neighbour is not None:
+            return sums
+        plan = self.plan
+        for query in on_sums(plan).sums[1:]:
+            std = self._ratios[query.name] * query.bound * plan.factor(t)
+            who = cohort.clients, cohort.draws, plan.clients_left
+            asked = SideQuery(query.name, plan.noise_seed, t, std, *who)
+            drawn = np.array(self.experiment.noise.on_query(asked))
+            added = self.records[t].noise[query.name]
+            self._drawn_as_accounted(t, f"the sum of {query.name}", added, drawn, std)
+        return sums
+
+
+class EveryoneWorld(AdversaryWorld):
+    """A world of one round in which every client takes part, whoever is drawn, and goes as far as
+    it can.
+    """
+
+    def select(self, t: int) -> Cohort:
+        """See `Coordinator.select`."""
+        able = int(LESS / (self.plan.d + OVERHEAD))
+        return Cohort.of(np.arange(min(len(self.plan.population), max(1, able))))
+
+    def _what(self, client: int, t: int) -> str:
+        return "far"
+
+    def finished(self) -> None:
+        """See `CanaryRun.finished`."""
+        self.pool.close()
+
+    def checks(self) -> list[Check]:
+        """Of what every client sends."""
+        if self.plan.lattice is not None:
+            return [replace(checks.sums([self]), name="sums of everyone")]
+        every = [checks.bounds([self], FALSE_ALARM), checks.sums([self])]
+        noise = checks.noise_of_updates([self], FALSE_ALARM)
+        every += [noise] if noise else []
+        return [replace(check, name=f"{check.name} of everyone") for check in every]
