@@ -69,8 +69,7 @@ def _curves(budget: Budget | PersonalBudget) -> Iterator[RenderableType]:
 def _of_runs(joint: Composition) -> RenderableType:
     head = Table.grid(padding=(0, 2))
     for run in joint.runs:
-        seed = f"seed {run.seed}, noise multiplier {run.mechanism.noise_multiplier:.4g}"
-        head.add_row(run.name, f"{run.rounds} rounds, {run.mechanism.sampling}, {seed}")
+        head.add_row(run.name, str(run))
     first = joint.guarantees[0]
     title = f"Epsilon of {len(joint.runs)} runs together at delta {first.delta:g}"
     cells = [(one, _spent(one)) for one in joint.guarantees]

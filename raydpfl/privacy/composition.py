@@ -28,6 +28,7 @@ from raydpfl.privacy.accountants import named
 from raydpfl.privacy.accountants.base import Part
 from raydpfl.privacy.accounting import UNREACHED, uncovered
 from raydpfl.privacy.guarantee import Guarantee, Observer, Scope, holding
+from raydpfl.privacy.local_steps import LocalSteps
 from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.privacy.observers import ObserverView, views
 from raydpfl.privacy.repetition import Repetition
@@ -55,6 +56,40 @@ class RunRelease:
     seed: int
     cohorts: str
 
+    def __str__(self) -> str:
+        noise = f"noise multiplier {self.mechanism.noise_multiplier:.4g}"
+        return f"{self.rounds} rounds, {self.mechanism.sampling}, seed {self.seed}, {noise}"
+
+
+@dataclass(frozen=True, eq=False)
+class StepsRelease:
+    """What one run with noise at local steps has released.
+
+    Args:
+        name: of the run, in words.
+        release: of its clients.
+        participations: of each client, int64 [N].
+        seed: of cohorts and batches.
+        cohorts: what else these are a function of.
+    """
+
+    name: str
+    release: LocalSteps
+    participations: np.ndarray
+    seed: int
+    cohorts: str
+
+    def __str__(self) -> str:
+        most = f"up to {int(self.participations.max())} participations of a client"
+        return f"noise at local steps, {most}, seed {self.seed}"
+
+    @property
+    def batches(self) -> tuple[bytes, ...]:
+        """What tells its batches from those of another run of the seed."""
+        release = self.release
+        parts = (release.samples, release.batches, release.client_steps)
+        return (self.cohorts.encode(), *(part.tobytes() for part in parts))
+
 
 @dataclass(frozen=True)
 class Composition:
@@ -62,7 +97,7 @@ class Composition:
     the way of others, in words.
     """
 
-    runs: tuple[RunRelease, ...] = ()
+    runs: tuple[RunRelease | StepsRelease, ...] = ()
     guarantees: tuple[Guarantee, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -10,17 +10,22 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.privacy import (
     Composition,
+    LocalSteps,
     Mechanism,
     Repetition,
     RunRelease,
     best_of,
+    local_steps_composition,
     rigorous,
     together,
 )
+from raydpfl.privacy.composition import StepsRelease
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.planned_guarantee import without_model
 from raydpfl.simulation.resolution import resolve
@@ -80,6 +85,7 @@ def compose(
             different deltas.
     """
     plans = [_plan(run, data_root) for run in runs]
+    _check_one_placement(runs, plans)
     for (one, plan), (other, second) in combinations(zip(runs, plans, strict=True), 2):
         if (one.key or plan.noise_key) == (other.key or second.noise_key):
             expected = f"runs with noise of their own; {one.name} and {other.name} have the same "
@@ -91,8 +97,21 @@ def compose(
         expected = f"one, at which all runs compose; theirs are {', '.join(map(str, deltas))}"
         raise ConfigError("--delta", None, expected)
     accountants = dict.fromkeys(name for plan in plans for name in rigorous(plan.named))
-    releases = [released(run, plan) for run, plan in zip(runs, plans, strict=True)]
-    return together(releases, deltas[0] if delta is None else delta, [*accountants], adaptive)
+    return _together(
+        [*zip(runs, plans, strict=True)],
+        deltas[0] if delta is None else delta,
+        [*accountants],
+        adaptive,
+    )
+
+
+def _together(
+    runs: Sequence[tuple[StoredRun, Plan]], delta: float, accountants: Sequence[str], adaptive: bool
+) -> Composition:
+    if any(_by_steps(plan) for _, plan in runs):
+        steps = [released_by_steps(run, plan) for run, plan in runs]
+        return local_steps_composition.together(steps, delta, accountants, adaptive)
+    return together([released(run, plan) for run, plan in runs], delta, accountants, adaptive)
 
 
 def compose_trials(
@@ -105,14 +124,15 @@ def compose_trials(
     if any(run.experiment.noise.of_seed for run in runs) and len(runs) > 1:
         raise ConfigError("noise.common", True, "noise of its own for each of the runs")
     populations: dict[str, list[tuple[StoredRun, Plan]]] = {}
-    for run, plan in zip(runs, _plans(runs, data_root), strict=True):
+    plans = _plans(runs, data_root)
+    _check_one_placement(runs, plans)
+    for run, plan in zip(runs, plans, strict=True):
         populations.setdefault(repr(_people(plan)), []).append((run, plan))
     joint = []
     for same in populations.values():
-        releases = [released(replace(run, ledger=None), plan) for run, plan in same]
         plan = same[0][1]
-        accountants = rigorous(plan.named)
-        joint.append(together(releases, plan.terms.delta, accountants, adaptive))
+        whole = [(replace(run, ledger=None), each) for run, each in same]
+        joint.append(_together(whole, plan.terms.delta, rigorous(plan.named), adaptive))
     return joint
 
 
@@ -123,6 +143,12 @@ def best_of_trials(
     `runs`, with any seed. Arguments and errors are those of `compose`.
     """
     plans = _plans(runs, data_root)
+    for run, plan in zip(runs, plans, strict=True):
+        if _by_steps(plan):
+            expected = (
+                f"noise on what clients send, or on its sum, in a private search; {run.name} "
+            )
+            raise ConfigError("sweep.private", None, f"{expected}has noise at local steps")
     releases = []
     for run, plan in zip(runs, plans, strict=True):
         release = released(run, plan)
@@ -150,10 +176,8 @@ def _plans(runs: Sequence[StoredRun], data_root: Path | None) -> list[Plan]:
 
 def _plan(run: StoredRun, data_root: Path | None) -> Plan:
     experiment = without_model(run.experiment)
-    if not experiment.private or experiment.noise.drawn_by() == "step":
-        drawn = "noise at local steps" if experiment.private else "no noise"
-        expected = f"a run with noise on what clients send, or on its sum; {run.name} has {drawn}"
-        raise ConfigError("RUN", run.name, expected)
+    if not experiment.private:
+        raise ConfigError("RUN", run.name, f"a run with noise; {run.name} has no noise")
     plan = resolve(experiment, data_root)
     assert plan.mechanism is not None
     digest = plan.mechanism.round_digest()
@@ -161,6 +185,20 @@ def _plan(run: StoredRun, data_root: Path | None) -> Plan:
         expected = "a run whose ledger has the mechanism of its config, as this version reads it"
         raise ConfigError("RUN", run.name, expected)
     return plan
+
+
+def _by_steps(plan: Plan) -> bool:
+    return plan.experiment.noise.drawn_by() == "step"
+
+
+def _check_one_placement(runs: Sequence[StoredRun], plans: Sequence[Plan]) -> None:
+    """Raises `ConfigError` unless all runs protect samples, or all clients."""
+    for run, plan in zip(runs, plans, strict=True):
+        if _by_steps(plan) != _by_steps(plans[0]):
+            names = (runs[0].name, run.name) if _by_steps(plan) else (run.name, runs[0].name)
+            expected = f"runs that protect the same; {names[1]} has noise at local steps, which "
+            expected += f"protects samples, and {names[0]} protects clients"
+            raise ConfigError("RUN", run.name, expected)
 
 
 def _check_people(name: str, other: str, plan: Plan, second: Plan) -> None:
@@ -191,6 +229,26 @@ def _rows(plan: Plan) -> list[Any]:
     return [files.get(f"{name}.arrow", plan.shards.name) for name in ("train", "clients")] + [
         files.get("rows.arrow")
     ]
+
+
+def released_by_steps(run: StoredRun, plan: Plan) -> StepsRelease:
+    """What a run with noise at local steps has released. Raises `ConfigError` for a run that
+    released rounds again, whose cohorts then were others.
+    """
+    lines = run.ledger
+    rounds = plan.experiment.rounds if lines is None else lines[-1]["round"] + 1 if lines else 0
+    if lines and len(lines) > rounds:
+        expected = f"a run that did no round twice (--fresh-noise); {run.name} did"
+        raise ConfigError("RUN", run.name, expected)
+    release = cast(LocalSteps, plan.mechanism)
+    seen = np.zeros(len(release.samples), np.int64)
+    for clients in plan.draws(rounds):
+        np.add.at(seen, clients, 1)
+    e = plan.experiment
+    origin = plan.origin()
+    facts = [e.selection.meaning(), origin["clients"], origin["cohorts"], release.sampling]
+    facts.append(repr(e.evaluate.held_out))
+    return StepsRelease(run.name, release, seen, e.seed, json.dumps(facts, sort_keys=True))
 
 
 def released(run: StoredRun, plan: Plan) -> RunRelease:

@@ -12,7 +12,7 @@ from typing import Any
 from raydpfl.config.yaml import read
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
-from raydpfl.privacy import Composition
+from raydpfl.privacy import Composition, RunRelease
 from raydpfl.simulation.composed_runs import StoredRun, best_of_trials, compose_trials
 from raydpfl.sweep.spaces import Interval
 from raydpfl.sweep.sweep import Sweep
@@ -32,6 +32,7 @@ def of_the_best(sweep: Sweep, data_root: Path | None) -> Composition:
         if isinstance(space, Interval) and key in values[0]:
             releases: dict[Any, set[tuple[str, int]]] = {}
             for at, run in zip(values, joint.runs, strict=True):
+                assert isinstance(run, RunRelease)
                 releases.setdefault(at[key], set()).add((run.mechanism.digest(), run.rounds))
             if len({*map(frozenset, releases.values())}) > 1:
                 expected = "a grid with sweep.private, which accounts for the noise of each value"

@@ -18,8 +18,21 @@ from scipy.stats import norm
 
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import overridden
-from raydpfl.privacy import Mechanism, Query, RunRelease, Sampling, epsilon, pld, together
+from raydpfl.privacy import (
+    LocalSteps,
+    Mechanism,
+    Query,
+    RunRelease,
+    Sampling,
+    epsilon,
+    local_steps_composition,
+    pld,
+    report_of,
+    together,
+)
 from raydpfl.privacy.accountants import ACCOUNTANTS
+from raydpfl.privacy.composition import StepsRelease
+from raydpfl.privacy.guarantee import Observer
 from raydpfl.simulation.composed_runs import StoredRun, compose
 
 BOTH = ["pld", "rdp"]
@@ -149,6 +162,80 @@ def test_a_thousand_kinds_of_rounds_are_composed_by_levels():
     assert least < by_pld < most and by_pld < by_rdp
 
 
+# ---- noise at local steps ----
+
+
+def of_steps(std, seed=0, counts=(3, 0, 2, 5), batch=10, cohorts=""):
+    release = LocalSteps([600, 600, 40, 8], batch=batch, steps=20, bound=1.0, delta=1e-3, stds=std)
+    return StepsRelease(f"{std}", release, np.array(counts), seed, cohorts)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_steps_of_other_seeds_compose_client_by_client(name):
+    runs = [of_steps(0.8), of_steps(0.5, seed=1, counts=(1, 4, 9, 0), batch=30)]
+    (joint,) = local_steps_composition.together(runs, 1e-3, [name]).guarantees
+    each = [
+        ACCOUNTANTS[name].together(
+            [
+                (run.release.event(k), int(run.participations[k]))
+                for run in runs
+                if run.participations[k]
+            ],
+            1e-3,
+        )
+        for k in range(4)
+    ]
+    assert joint.epsilon == max(each) and joint.sampling.client == int(np.argmax(each))
+    assert (joint.unit, joint.relation) == ("sample", "replace_one")
+    assert joint.observer == Observer.UPDATES
+
+
+def test_a_run_of_steps_in_two_halves_is_the_run():
+    whole = of_steps(0.8, counts=(4, 2, 6, 8))
+    halves = [of_steps(0.8, seed, counts=(2, 1, 3, 4)) for seed in (0, 1)]
+    truth = report_of(whole.release, BOTH)
+    for one in local_steps_composition.together(halves, 1e-3, BOTH).guarantees:
+        expected = truth.epsilons(one.accountant, whole.participations).max()
+        assert one.epsilon == pytest.approx(expected, rel=1e-6)
+
+
+def test_steps_of_one_seed_are_one_gaussian_where_no_run_depends_on_another():
+    short, long = of_steps(0.8, counts=(1, 0, 2, 0)), of_steps(0.5, counts=(3, 0, 2, 0))
+    event, other = (run.release.event(0) for run in (short, long))
+    both = replace(event, mu=math.hypot(event.mu, other.mu))
+    steps = [(both, 1), (other, 2)]
+    second = [run.release.event(2) for run in (short, long)]
+    joint = replace(second[0], mu=math.hypot(*(one.mu for one in second)))
+    expected = max(ACCOUNTANTS["pld"].together(parts, 1e-3) for parts in (steps, [(joint, 2)]))
+    planned = local_steps_composition.together([short, long], 1e-3, ["pld"], adaptive=False)
+    assert planned.guarantees[0].epsilon == pytest.approx(expected, rel=1e-12)
+    assert not planned.notes
+    open_ones = local_steps_composition.together([short, long], 1e-3, ["pld"])
+    assert "have the same seed 0, so the same batches" in open_ones.notes[0]
+    assert open_ones.guarantees[0].sampling.knows == ""
+    squares = [20 * (event.mu**2 + 3 * other.mu**2), 40 * sum(one.mu**2 for one in second)]
+    known = pld.gaussian_epsilon(math.sqrt(max(squares)), 1e-3)
+    assert open_ones.guarantees[0].epsilon == pytest.approx(known, rel=1e-9)
+    different = [short, replace(long, cohorts="other")]
+    notes = local_steps_composition.together(different, 1e-3, ["pld"], adaptive=False).notes
+    assert "draw different batches from the same seed 0" in notes[0]
+
+
+def test_public_clients_are_left_out_and_a_client_without_noise_is_not():
+    run = of_steps(np.array([0.8, 0.0, 0.8, 0.8]))
+    (joint,) = local_steps_composition.together([run, of_steps(0.5, 1)], 1e-3, ["pld"]).guarantees
+    assert math.isfinite(joint.epsilon)  # client 1 takes part in neither
+    bare = replace(run, participations=np.array([0, 1, 0, 0]))
+    (joint,) = local_steps_composition.together([bare, of_steps(0.5, 1)], 1e-3, ["pld"]).guarantees
+    assert joint.epsilon == math.inf and joint.conditions_failed
+    claims = np.array([1.0, math.inf, 1.0, 1.0])
+    public = replace(bare, release=replace(run.release, claims=claims))
+    (joint,) = local_steps_composition.together(
+        [public, of_steps(0.5, 1)], 1e-3, ["pld"]
+    ).guarantees
+    assert math.isfinite(joint.epsilon) and "1 public clients" in joint.exclusions[-1]
+
+
 PRIVATE = {
     "noise": {"kind": "gaussian", "multiplier": 2.0, "delta": 1e-3},
     "bounding": {"kind": "clip", "bound": 1.0},
@@ -176,6 +263,29 @@ def test_runs_with_common_noise_are_refused():
     ]
     with pytest.raises(ConfigError, match=r"a and b have the same .*noise\.common"):
         compose(runs)
+
+
+STEPS = (
+    "bounding={kind: per_sample_clip, bound: 1.0}",
+    "noise={kind: gaussian, std: 0.4, delta: 1e-3}",
+    "data.seed=3",
+)
+
+
+def test_stored_runs_with_noise_at_local_steps_compose():
+    a, b = stored("a", *STEPS), stored("b", *STEPS, "seed=9")
+    planned = compose([a, b])
+    alone = [report_of(run.release, BOTH) for run in planned.runs]
+    counts = sum(run.participations for run in planned.runs)
+    for one in planned.guarantees:
+        assert one.epsilon == pytest.approx(alone[0].epsilons(one.accountant, counts).max(), 1e-6)
+    line = {"mechanism": planned.runs[0].release.round_digest(), "epsilon": {}, "key": "a"}
+    part = compose([replace(a, ledger=[{**line, "round": 0}]), b])
+    assert part.runs[0].participations.sum() == 20  # one cohort
+    assert part.epsilon.epsilon < planned.epsilon.epsilon
+    again = replace(a, ledger=[{**line, "round": t} for t in (0, 1, 1)])
+    with pytest.raises(ConfigError, match="did no round twice"):
+        compose([again, b])
 
 
 def test_stored_runs_compose_with_the_rounds_of_their_ledgers():

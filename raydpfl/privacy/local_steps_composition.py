@@ -1,0 +1,137 @@
+"""What several runs with noise at local steps spend together, for a sample of the client that
+spends most.
+
+>>> from raydpfl.privacy import LocalSteps
+>>> def run(name, seed, std):
+...     release = LocalSteps([600], batch=10, steps=20, bound=1.0, delta=1e-3, stds=std)
+...     return StepsRelease(name, release, np.array([3]), seed, "")
+>>> joint = together([run("a", 0, 0.4), run("b", 1, 0.3)], 1e-3, ["pld"])
+>>> round(joint.guarantees[0].epsilon, 2)
+0.31
+
+Runs with batches of their own (other seeds) compose adaptively. Runs of one seed have the same
+batches: if none depends on another, they release at every step one Gaussian over one batch; else
+the batches amplify nothing by proof (docs/proofs.md, Runs of one seed).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from raydpfl.privacy.accountants import named
+from raydpfl.privacy.accountants.base import Part
+from raydpfl.privacy.accounting import NOISELESS, UNREACHED
+from raydpfl.privacy.composition import Composition, StepsRelease
+from raydpfl.privacy.guarantee import HIDDEN_BATCH, Guarantee, Observer, Scope
+from raydpfl.privacy.sampling import Sampling
+
+
+def together(
+    runs: Sequence[StepsRelease], delta: float, accountants: Sequence[str], adaptive: bool = True
+) -> Composition:
+    """What holds for one sample of one client against an observer of every update of all the runs.
+
+    Args:
+        runs: on the same clients, no two with the same noise.
+        delta, accountants, adaptive: as of `raydpfl.privacy.together`.
+    """
+    reason = _one_seed(runs, adaptive)
+    public = np.logical_or.reduce([run.release.public for run in runs])
+    there = np.logical_or.reduce([run.participations > 0 for run in runs])
+    clients = np.flatnonzero(there & ~public & (runs[0].release.samples > 0)).tolist()
+    parts_of = _parts if reason is None else _open_parts
+    parts = {k: parts_of(runs, k) for k in clients if _noisy(runs, k)}
+    exclusions = [words for run in runs for words in run.release.exclusions]
+    if public.any():
+        exclusions.append(f"{public.sum()} public clients, who have an infinite budget")
+    guarantees = []
+    for name in accountants:
+        epsilon, worst = _worst(name, parts, delta)
+        failed = (UNREACHED.format(name),) * math.isinf(epsilon)
+        if len(parts) < len(clients):
+            epsilon, failed = math.inf, (NOISELESS,)
+        hidden = any(event.sampling.hidden for event, _ in parts.get(worst, ()))
+        words = f"{len(runs)} runs together, noise at local steps; client {worst}, the worst of "
+        words += f"{len(clients)}"
+        scope = Scope(words, HIDDEN_BATCH if hidden else "", client=worst)
+        one = Guarantee(
+            "rigorous", name, "sample", "replace_one", Observer.UPDATES, scope, epsilon, delta,
+            tuple(dict.fromkeys(exclusions)), failed,
+        )  # fmt: skip
+        guarantees.append(one)
+    notes = () if reason is None else (f"no epsilon with the batches hidden: {reason}",)
+    return Composition(tuple(runs), tuple(guarantees), notes)
+
+
+def _noisy(runs: Sequence[StepsRelease], k: int) -> bool:
+    return all(run.release.stds[k] > 0 or not run.participations[k] for run in runs)
+
+
+def _one_seed(runs: Sequence[StepsRelease], adaptive: bool) -> str | None:
+    """Why the secrecy of the batches is not known to compose; None: it does."""
+    for seed in dict.fromkeys(run.seed for run in runs):
+        same = [run for run in runs if run.seed == seed]
+        if len(same) == 1 or not any(run.release.amplified.any() for run in same):
+            continue
+        names = " and ".join(run.name for run in same[:2])
+        if len({run.batches for run in same}) > 1:
+            return f"{names} draw different batches from the same seed {seed}, not independently"
+        if adaptive:
+            return (
+                f"{names} have the same seed {seed}, so the same batches, which amplify by proof "
+                "only where runs do not depend on each other (other seeds, with data.seed for the "
+                "same clients, compose)"
+            )
+    return None
+
+
+def _parts(runs: Sequence[StepsRelease], k: int) -> list[Part]:
+    """What composes of client k. At each step runs of one seed release sums over the same hidden
+    batch: one Gaussian, as long as each of them lasts.
+    """
+    parts: list[Part] = []
+    for seed in dict.fromkeys(run.seed for run in runs):
+        same = [run for run in runs if run.seed == seed and run.participations[k]]
+        events = [(run.release.event(k), int(run.participations[k])) for run in same]
+        if len(events) < 2 or not events[0][0].sampling.hidden:
+            parts += events
+            continue
+        before = 0
+        for last in sorted({count for _, count in events}):
+            longer = [event for event, count in events if count >= last]
+            mu = math.hypot(*(event.mu for event in longer))
+            also = math.hypot(*(event.also for event in longer))
+            parts.append((replace(longer[0], mu=mu, also=also), last - before))
+            before = last
+    return parts
+
+
+def _open_parts(runs: Sequence[StepsRelease], k: int) -> list[Part]:
+    """The same against an observer who knows the batches: a sample may be in every one."""
+    n = int(runs[0].release.samples[k])
+    everyone = Sampling("full", n, n)
+    there = [run for run in runs if run.participations[k]]
+    return [
+        (replace(run.release.event(k), sampling=everyone), int(run.participations[k]))
+        for run in there
+    ]
+
+
+def _worst(accountant: str, parts: dict[int, list[Part]], delta: float) -> tuple[float, int]:
+    """The largest epsilon of any client, and which has it (-1: there is none); clients alike are
+    counted once. No epsilon exceeds that by rdp, which tells who cannot be the worst.
+    """
+    alike = {tuple(part): k for k, part in reversed(parts.items())}
+    rdp = {part: named("rdp").together(part, delta) for part in alike}
+    largest, worst = 0.0, -1
+    for part in sorted(alike, key=lambda part: -rdp[part]):
+        if worst >= 0 and rdp[part] <= largest:
+            break
+        epsilon = rdp[part] if accountant == "rdp" else named(accountant).together(part, delta)
+        if worst < 0 or epsilon > largest:
+            largest, worst = epsilon, alike[part]
+    return largest, worst
