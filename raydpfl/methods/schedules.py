@@ -71,7 +71,9 @@ class Schedule(BaseModel):
         if value is None and schedule in users:
             raise ValueError(f"a number, with the schedule {schedule}: how long lr falls")
         if value not in (None, 0.01) and schedule not in (*users, None):
-            raise ValueError(f"none with the schedule {schedule}; it is that of {users[0]}")
+            raise ValueError(
+                f"none with the schedule {schedule}; it is that of {' and '.join(users)}"
+            )
         return value
 
     def lr_at(self, lr: float, k: int) -> float:

@@ -100,6 +100,7 @@ class Plan:
             local=experiment.local,
             bounding=experiment.bounding,
             weights=experiment.weights,
+            server=experiment.server,
             shards=shards,
             population=self.population,
             mechanism=self.mechanism,

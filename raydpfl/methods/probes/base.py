@@ -20,6 +20,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.methods.bounding import Bounding
 from raydpfl.methods.local import Local
 from raydpfl.methods.selection import Population, Selection
+from raydpfl.methods.server import Server
 from raydpfl.methods.server_state import WithServerState
 from raydpfl.methods.weights import Weights
 from raydpfl.models.tasks import Task
@@ -67,6 +68,7 @@ class Problem:
     local: Local
     bounding: Bounding
     weights: Weights
+    server: Server
     shards: Shards  # the prepared data of all clients
     population: Population  # the public facts about the clients
     mechanism: Release | None  # what is released; None: the run is not private

@@ -1,16 +1,18 @@
 """The bounds on convergence of 002 and of 003 (Theorems 1 and 2 of each), beside the errors.
 
-The loss is half the squared error of a linear model, so that every constant is exact: f = sum p_i
-f_i with p_i = n_i / sum n, and Gamma_s and Gamma_n of 002 (Definitions 3 and 4). Batches are full,
-so that phi_i of 002 is 0. G of 002, and B_1 and C of 003, are the norm to which samples' gradients
-are clipped; where none is, q_k,t of 003 is 1. Clients of 003 make one step a round, so that B_2 is
-0; p^s is the selection's, V_k by eq. 7, and Gamma, which is free, the one of the least bound.
+The loss is half the squared error of a linear model, whose constants are known: f = sum p_i f_i
+with p_i = n_i / sum n, and Gamma_s of 002 (Definition 3). Gamma_n (Definition 4) is the larger of
+its values at the start and at the optimum. Batches are full, so that phi_i of 002 is 0. G of 002,
+and B_1 and C of 003, are the norm to which samples' gradients are clipped; where none is, q_k,t of
+003 is 1. Clients of 003 make one step a round, so that B_2 is 0; p^s is the selection's, V_k by eq.
+7, and Gamma, which is free, the one of the least bound. The start stands for w_1.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +31,7 @@ from raydpfl.privacy import LocalSteps
 COLUMNS = ("theorem_error", "theorem_bound", "theorem_ratio")
 SELECTIONS = {"chen": ("uniform",), "xu": ("multinomial", "privacy_aware")}
 WEIGHTS = {"chen": "data", "xu": "uniform"}
+CLIPPED = "theorem.clipped"  # a file of the run directory
 CLOSE = 1e-6  # relative, of a step size to the theorem's
 GAMMAS = np.logspace(-6, 6, 1201)  # the free Gamma of 003 Theorem 1
 
@@ -38,11 +41,12 @@ class ConvergenceBoundProbe(Probe):
     first over the second, `theorem_ratio`.
 
     Theorem 1 of either paper bounds f(w) - f* after T rounds, with the step sizes 4 / (lambda Q t +
-    16 L Q) and beta / (gamma + t), beta above 1 / mu: `local.schedule` inverse. In the second noise
-    is sized for a T, so that the last round alone has a bound. Theorem 2 bounds the mean over the
-    rounds of ||grad f(w)||^2, before each round (here: after each), with one step size, below
-    1 / (200 Q L) or 1 / sqrt(T). There is no bound in a round after which a sample's gradient is
-    longer than its clip.
+    16 L Q), t from 0, and beta / (gamma + t), t from 1, beta above 1 / mu: `local.schedule`
+    inverse. In the second noise is sized for a T, so that the last round alone has a bound. Theorem
+    2 bounds the mean over the rounds of ||grad f(w)||^2, before each round (here: after each), with
+    one step size, below 1 / (200 Q L) or 1 / sqrt(T). There is no bound from a round on after which
+    (or at the start) a sample's gradient is longer than its clip; where `clipped` is above 0 within
+    a round the theorem says nothing either.
     """
 
     of_all = True
@@ -73,28 +77,47 @@ class ConvergenceBoundProbe(Probe):
                 raise self._refused(f"{section}.kind", setting.kinds[section], " or ".join(kinds))
         if not setting.plain_steps or setting.epochs is not None:
             raise self._refused("local.kind", "sgd", "plain steps, of every client as many")
+        if setting.dropout:
+            raise self._refused("selection.dropout", setting.dropout, "0")
 
     def fits(self, problem: Problem) -> None:
         losses = linear(problem.module, problem.task, problem.shards, 0.0)
         if problem.shards.classes or losses is None:
             expected = "none of it, but for regression by a linear model"
             raise ConfigError("measure", self.kind, expected)
-        if any(problem.local.batch_sizes(problem.population.sizes) != problem.population.sizes):
-            raise self._refused("local.batch", problem.local.batch, "full")
-        if self.theorem.startswith("xu"):
-            if problem.local.steps != 1:
-                raise self._refused("local.steps", problem.local.steps, "1")
-            if problem.mechanism is None or "variance" not in problem.mechanism.of_clients():
-                raise self._refused("noise.epsilon", None, "budgets of the clients")
+        self._fits_algorithm(problem)
         constants = BoundConstants(problem, losses)
         if constants.smoothness > self.smoothness:
             expected = f"{constants.smoothness:g} or above"
             raise self._refused("smoothness", self.smoothness, expected)
         if self.theorem.endswith("1") and constants.convexity < self.convexity:
             raise self._refused("convexity", self.convexity, f"{constants.convexity:g} or below")
+        beta, gamma = constants.beta_gamma
+        if self.theorem == "xu_2026_theorem1" and (gamma < 1 or beta * self.convexity <= 1):
+            expected = "one times a local.lr_period of 2 or more that is above 1 / convexity"
+            raise self._refused("local.lr", problem.local.lr, expected)
+        self._fits_rates(problem, constants)
+        if math.isinf(self._bound(constants, 0, problem.rounds)):
+            raise self._refused("local.lr", problem.local.lr, "less: Upsilon is not above 0")
+
+    def _fits_algorithm(self, problem: Problem) -> None:
+        if any(problem.local.batch_sizes(problem.population.sizes) != problem.population.sizes):
+            raise self._refused("local.batch", problem.local.batch, "full")
+        server = [problem.server.learning_rate(t) for t in range(problem.rounds)]
+        if set(server) != {1.0}:
+            raise self._refused("server.lr", problem.server.lr, "1 in all rounds")
+        if self.theorem.startswith("xu"):
+            if problem.local.steps != 1:
+                raise self._refused("local.steps", problem.local.steps, "1")
+            calibration = getattr(problem.mechanism, "calibration", None)
+            if calibration is None or calibration.method != "paper":
+                method = calibration and calibration.method
+                raise self._refused("noise.calibration", method, "paper, of clients' budgets")
+
+    def _fits_rates(self, problem: Problem, constants: BoundConstants) -> None:
         for t in range(problem.rounds):
             rate = problem.local.learning_rate(t)
-            low, high = self._rates(problem.local, t, problem.rounds)
+            low, high = self._rates(constants, t, problem.rounds)
             if not low * (1 - CLOSE) <= rate <= high * (1 + CLOSE):
                 expected = f"{low:g} to {high:g} in round {t}"
                 raise self._refused("local.lr", rate, expected)
@@ -102,48 +125,48 @@ class ConvergenceBoundProbe(Probe):
     def _refused(self, field: str, value: object, expected: str) -> ConfigError:
         return ConfigError(field, value, f"{expected}, with measure {self.kind} of {self.theorem}")
 
-    def _rates(self, local: Local, t: int, rounds: int) -> tuple[float, float]:
+    def _rates(self, of: BoundConstants, t: int, rounds: int) -> tuple[float, float]:
         """The least and the largest step size that the theorem allows in round t, from 0."""
         if self.theorem == "chen_2024_theorem1":
-            assert local.steps is not None
-            rate = 4 / (local.steps * (self.convexity * t + 16 * self.smoothness))
+            rate = 4 / (of.steps * (self.convexity * t + 16 * self.smoothness))
         elif self.theorem == "chen_2024_theorem2":
-            assert local.steps is not None
-            return local.lr, 1 / (200 * local.steps * self.smoothness)
+            return of.rate, (1 - 2 * CLOSE) / (200 * of.steps * self.smoothness)
         elif self.theorem == "xu_2026_theorem1":
-            beta, gamma = _beta_gamma(local)
-            if gamma < 1 or beta * self.convexity <= 1:
-                return math.inf, math.inf
-            rate = beta / (gamma + t)
+            beta, gamma = of.beta_gamma
+            rate = beta / (gamma + t + 1)
         else:
             rate = 1 / math.sqrt(rounds)
         return rate, rate
+
+    def _bound(self, of: BoundConstants, t: int, rounds: int) -> float:
+        """In round t, from 0, of so many."""
+        if self.theorem == "chen_2024_theorem1":
+            return chen_theorem1(of, self.smoothness, self.convexity, t + 1)
+        if self.theorem == "chen_2024_theorem2":
+            return chen_theorem2(of, self.smoothness, rounds)
+        if self.theorem == "xu_2026_theorem1":
+            return xu_theorem1(of, self.smoothness, rounds)
+        return xu_theorem2(of, self.smoothness, rounds)
 
     def assess(self, problem: Problem, out: Path) -> Assess | None:
         losses = linear(problem.module, problem.task, problem.shards, 0.0)
         assert losses is not None
         of = BoundConstants(problem, losses)
-        total = problem.rounds
-
-        def bound(t: int) -> float:
-            """In round t, from 0."""
-            if self.theorem == "chen_2024_theorem1":
-                return chen_theorem1(of, self.smoothness, self.convexity, t + 1)
-            if self.theorem == "chen_2024_theorem2":
-                return chen_theorem2(of, self.smoothness, total)
-            if self.theorem == "xu_2026_theorem1":
-                return xu_theorem1(of, self.smoothness, self.convexity, total)
-            return xu_theorem2(of, self.smoothness, total)
+        clipped = out / CLIPPED  # there once a gradient is longer than its clip
+        if of.steepest(losses.matrix(models.flatten(problem.module).numpy())) > of.clip:
+            clipped.touch()
+        first = problem.rounds - 1 if self.theorem == "xu_2026_theorem1" else 0
 
         def assess(t: int, model: np.ndarray) -> Mapping[str, float | None]:
             theta = losses.matrix(model)
-            if (self.theorem == "xu_2026_theorem1" and t + 1 < total) or of.steepest(
-                theta
-            ) > of.clip:
+            if of.steepest(theta) > of.clip:
+                clipped.touch()
+            if t < first or clipped.exists():
                 return dict.fromkeys(COLUMNS)
             gradients = self.theorem.endswith("2")
             error = of.squared_gradient(theta) if gradients else of.gap(theta)[0]
-            return dict(zip(COLUMNS, (error, bound(t), error / bound(t)), strict=True))
+            bound = self._bound(of, t, problem.rounds)
+            return dict(zip(COLUMNS, (error, bound, error / bound), strict=True))
 
         return assess
 
@@ -155,7 +178,7 @@ class BoundConstants:
         population = problem.population
         clients = np.flatnonzero(population.sizes)
         shares = population.shares
-        self._rows = [*losses.parts(clients, shares)]
+        self._rows = partial(losses.parts, clients, shares)
         self._gradient = losses.mixture(clients, shares)
         start = losses.matrix(models.flatten(problem.module).numpy())
         best, self.gap = quadratic(losses, clients, shares)
@@ -172,7 +195,7 @@ class BoundConstants:
                 )
         self.smoothness = float(np.max(curvatures))
         self.convexity = float(np.min(curvatures))
-        self.gamma_n_squared = float(squared.max())  # convex: least between the two
+        self.gamma_n_squared = float(squared.max())
         self.start, self.distance = self.gap(start)
         assert isinstance(problem.mechanism, LocalSteps)
         self.clip = problem.mechanism.bound
@@ -198,14 +221,14 @@ class BoundConstants:
         """The largest norm of a sample's gradient at theta."""
         return max(
             float(np.max(np.abs(x @ theta[0] - y) * np.linalg.norm(x, axis=1)))
-            for x, y, _ in self._rows
+            for x, y, _ in self._rows()
         )
 
 
 def _beta_gamma(local: Local) -> tuple[float, float]:
-    """Of the step size beta / (gamma + t)."""
-    gamma = float(local.lr_period or 0)
-    return local.lr * gamma, gamma
+    """Of the step size beta / (gamma + t), t from 1."""
+    period = float(local.lr_period or 0)
+    return local.lr * period, period - 1
 
 
 def chen_theorem1(of: BoundConstants, L: float, convexity: float, rounds: int) -> float:
@@ -219,17 +242,17 @@ def chen_theorem1(of: BoundConstants, L: float, convexity: float, rounds: int) -
 
 def chen_theorem2(of: BoundConstants, L: float, rounds: int) -> float:
     """002 Theorem 2."""
-    moved = of.rate * of.steps
-    upsilon = moved / 2 - 15 * moved**3 * L**2 - 90 * of.ratio * moved**4 * L**3
-    upsilon -= of.ratio * moved**2 * L
+    length = of.rate * of.steps  # alpha tau
+    upsilon = length / 2 - 15 * length**3 * L**2 - 90 * of.ratio * length**4 * L**3
+    upsilon -= of.ratio * length**2 * L
     if upsilon <= 0:
         return math.inf
     q = (1 + of.ratio * of.steps + of.ratio) * of.rate * (of.clip**2 + of.noise)
-    q += (2 * of.ratio + 1) * moved * of.gamma_n_squared
+    q += (2 * of.ratio + 1) * length * of.gamma_n_squared
     return (of.start / rounds + q) / upsilon
 
 
-def xu_theorem1(of: BoundConstants, L: float, convexity: float, rounds: int) -> float:
+def xu_theorem1(of: BoundConstants, L: float, rounds: int) -> float:
     """003 Theorem 1, squared: of F - F*."""
     beta, gamma = of.beta_gamma
     later = gamma + rounds
