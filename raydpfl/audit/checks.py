@@ -53,8 +53,9 @@ class Check:
 
 def of_runs(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> list[Check]:
     """All checks that the runs allow, each with this probability of a false alarm at most."""
-    if runs[0].plan.lattice is not None:  # no noise is seen apart from the integers of clients
-        exact = [ledger(runs), cohorts(runs, alarm), matrix(runs), sums(runs)]
+    if runs[0].plan.lattice is not None:  # the runs of a replay, which sees integers exactly
+        drawn = noise_of_sums(runs, alarm) if runs[0].squares else noise_of_updates(runs, alarm)
+        exact = [ledger(runs), cohorts(runs, alarm), matrix(runs), sums(runs), drawn]
         return [check for check in exact if check is not None]
     results = [
         ledger(runs),
@@ -214,14 +215,16 @@ def noise_of_draws(plan: Plan, cohorts: Sequence[Cohort], alarm: float = FALSE_A
     noise = plan.experiment.noise
     d = WIDE
     of_sums, whiten = noise.on_server(plan.noise_seed, d), Whitening(noise)
+    std = 1.0 if plan.lattice is None else plan.lattice.std  # of the sum; in steps
+    own = noise.client_std(std, 1)
     squares = []
     for t, cohort in enumerate(cohorts[:DRAWN_ROUNDS]):
         some = cohort.clients[:DRAWN_CLIENTS], cohort.draws[:DRAWN_CLIENTS]
-        added = of_sums.on_sum(t, 1.0)
-        rows = [] if added is None else [whiten(noise.scores(added, 1.0))]
-        if noise.client_std(1.0, 1):
-            drawn = noise.on_clients(plan.noise_seed, t, *some, 1.0, d)
-            rows += [] if drawn is None else list(noise.scores(drawn, 1.0))
+        added = of_sums.on_sum(t, std)
+        rows = [] if added is None else [whiten(noise.scores(added, std))]
+        if own:
+            drawn = noise.on_clients(plan.noise_seed, t, *some, own, d)
+            rows += [] if drawn is None else list(noise.scores(drawn, own))
         squares += [(float(row @ row), f"a draw of round {t}") for row in rows]
     if not squares:
         return Check("noise of draws", False, "none is drawn")

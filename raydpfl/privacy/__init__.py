@@ -43,7 +43,13 @@ from raydpfl.privacy.accounting import (
     tradeoff,
 )
 from raydpfl.privacy.calibration import noise_for, rounds_for
-from raydpfl.privacy.composition import Composition, RunRelease, best_of, together
+from raydpfl.privacy.composition import (
+    Composition,
+    RunRelease,
+    StepsRelease,
+    best_of,
+    together,
+)
 from raydpfl.privacy.guarantee import Guarantee, column, holding, in_words, loose, sentences
 from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget
 from raydpfl.privacy.local_steps import LocalSteps, Release
@@ -75,6 +81,7 @@ __all__ = [
     "SamplingScheme",
     "Segment",
     "Spent",
+    "StepsRelease",
     "Survey",
     "Terms",
     "TradeOff",

@@ -70,25 +70,31 @@ class StepsRelease:
         release: of its clients.
         participations: of each client, int64 [N].
         seed: of cohorts and batches.
-        cohorts: what else these are a function of.
+        cohorts: a digest of the clients of each round.
+        rows: what batches are drawn among, and how, in words.
     """
 
     name: str
     release: LocalSteps
     participations: np.ndarray
     seed: int
-    cohorts: str
+    cohorts: tuple[str, ...]
+    rows: str
 
     def __str__(self) -> str:
         most = f"up to {int(self.participations.max())} participations of a client"
         return f"noise at local steps, {most}, seed {self.seed}"
 
-    @property
-    def batches(self) -> tuple[bytes, ...]:
-        """What tells its batches from those of another run of the seed."""
-        release = self.release
-        parts = (release.samples, release.batches, release.client_steps)
-        return (self.cohorts.encode(), *(part.tobytes() for part in parts))
+    def same_batches(self, other: StepsRelease) -> bool:
+        """Whether, by the seed that both have, their batches are the same as long as both last."""
+        numbers = [
+            (one.samples, one.batches, one.client_steps) for one in (self.release, other.release)
+        ]
+        return (
+            self.rows == other.rows
+            and all(map(np.array_equal, *numbers))
+            and all(map(str.__eq__, self.cohorts, other.cohorts))
+        )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ spends most.
 >>> from raydpfl.privacy import LocalSteps
 >>> def run(name, seed, std):
 ...     release = LocalSteps([600], batch=10, steps=20, bound=1.0, delta=1e-3, stds=std)
-...     return StepsRelease(name, release, np.array([3]), seed, "")
+...     return StepsRelease(name, release, np.array([3]), seed, (), "")
 >>> joint = together([run("a", 0, 0.4), run("b", 1, 0.3)], 1e-3, ["pld"])
 >>> round(joint.guarantees[0].epsilon, 2)
 0.31
@@ -40,24 +40,32 @@ def together(
         delta, accountants, adaptive: as of `raydpfl.privacy.together`.
     """
     reason = _one_seed(runs, adaptive)
-    public = np.logical_or.reduce([run.release.public for run in runs])
-    there = np.logical_or.reduce([run.participations > 0 for run in runs])
-    clients = np.flatnonzero(there & ~public & (runs[0].release.samples > 0)).tolist()
+    counts = np.array([run.participations for run in runs])  # [runs, N]
+    public = ((counts > 0) & [run.release.public for run in runs]).any(axis=0)
+    exposed = counts.any(axis=0) & (runs[0].release.samples > 0)
+    clients = np.flatnonzero(exposed & ~public).tolist()
     parts_of = _parts if reason is None else _open_parts
     parts = {k: parts_of(runs, k) for k in clients if _noisy(runs, k)}
     exclusions = [words for run in runs for words in run.release.exclusions]
-    if public.any():
-        exclusions.append(f"{public.sum()} public clients, who have an infinite budget")
+    if (exposed & public).any():
+        words = "clients who are public in one of the runs, where they have an infinite budget"
+        exclusions.append(f"{(exposed & public).sum()} {words}")
     guarantees = []
     for name in accountants:
         epsilon, worst = _worst(name, parts, delta)
         failed = (UNREACHED.format(name),) * math.isinf(epsilon)
-        if len(parts) < len(clients):
+        words = f"client {worst}, the worst of {len(clients)}"
+        if len(parts) < len(clients) or (exposed.any() and not clients):
             epsilon, failed = math.inf, (NOISELESS,)
+            words = "clients without noise"
+        elif not clients:
+            words = "no client took part"
         hidden = any(event.sampling.hidden for event, _ in parts.get(worst, ()))
-        words = f"{len(runs)} runs together, noise at local steps; client {worst}, the worst of "
-        words += f"{len(clients)}"
-        scope = Scope(words, HIDDEN_BATCH if hidden else "", client=worst)
+        scope = Scope(
+            f"{len(runs)} runs together, noise at local steps; {words}",
+            HIDDEN_BATCH if hidden else "",
+            client=worst if math.isfinite(epsilon) and clients else None,
+        )
         one = Guarantee(
             "rigorous", name, "sample", "replace_one", Observer.UPDATES, scope, epsilon, delta,
             tuple(dict.fromkeys(exclusions)), failed,
@@ -78,7 +86,7 @@ def _one_seed(runs: Sequence[StepsRelease], adaptive: bool) -> str | None:
         if len(same) == 1 or not any(run.release.amplified.any() for run in same):
             continue
         names = " and ".join(run.name for run in same[:2])
-        if len({run.batches for run in same}) > 1:
+        if not all(run.same_batches(same[0]) for run in same[1:]):
             return f"{names} draw different batches from the same seed {seed}, not independently"
         if adaptive:
             return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -81,8 +82,8 @@ def compose(
         adaptive: see `raydpfl.privacy.together`.
 
     Raises:
-        ConfigError: a run has no noise on sums, runs have different clients, the same noise or
-            different deltas.
+        ConfigError: a run has no noise, runs have different clients, the same noise or different
+            deltas, or some protect clients and others samples.
     """
     plans = [_plan(run, data_root) for run in runs]
     _check_one_placement(runs, plans)
@@ -128,6 +129,10 @@ def compose_trials(
     _check_one_placement(runs, plans)
     for run, plan in zip(runs, plans, strict=True):
         populations.setdefault(repr(_people(plan)), []).append((run, plan))
+    anew = runs[0].experiment.data.location != "generated"
+    if len(populations) > 1 and anew and _by_steps(plans[0]):
+        expected = "the same for all runs, as each sample is in those of every seed (data.seed)"
+        raise ConfigError("data.seed", None, expected)
     joint = []
     for same in populations.values():
         plan = same[0][1]
@@ -168,6 +173,8 @@ def _plans(runs: Sequence[StoredRun], data_root: Path | None) -> list[Plan]:
     keys = []
     for run in runs:
         bearing = {"seed", *ACCOUNTED, *run.experiment.accounted_with()}
+        if run.experiment.noise.drawn_by() == "step":
+            bearing.add("local")  # its steps and batches
         keys.append(run.experiment.model_dump_json(include=bearing))
         if keys[-1] not in plans:
             plans[keys[-1]] = _plan(run, data_root)
@@ -180,6 +187,9 @@ def _plan(run: StoredRun, data_root: Path | None) -> Plan:
         raise ConfigError("RUN", run.name, f"a run with noise; {run.name} has no noise")
     plan = resolve(experiment, data_root)
     assert plan.mechanism is not None
+    if run.ledger and _by_steps(plan) and any(line.get("restart") for line in run.ledger):
+        expected = f"a run without --fresh-noise, whose batches then are others; {run.name} had it"
+        raise ConfigError("RUN", run.name, expected)
     digest = plan.mechanism.round_digest()
     if any(line.get("mechanism") != digest for line in run.ledger or ()):
         expected = "a run whose ledger has the mechanism of its config, as this version reads it"
@@ -211,8 +221,10 @@ def _check_people(name: str, other: str, plan: Plan, second: Plan) -> None:
     seeds = plan.experiment.seed, second.experiment.seed
     if plan.experiment.data == second.experiment.data:
         why = f"seeds {seeds[0]} and {seeds[1]} divide the rows in other ways; data.seed fixes it"
-    expected = f"runs on the same clients; {name} and {other} have others ({why}). Of different "
-    raise ConfigError("RUN", other, f"{expected}people each run's own epsilon holds")
+    expected = f"runs on the same clients; {name} and {other} have others ({why})"
+    if not _by_steps(plan):
+        expected += ". Of different people each run's own epsilon holds"
+    raise ConfigError("RUN", other, expected)
 
 
 def _people(plan: Plan) -> Any:
@@ -232,23 +244,18 @@ def _rows(plan: Plan) -> list[Any]:
 
 
 def released_by_steps(run: StoredRun, plan: Plan) -> StepsRelease:
-    """What a run with noise at local steps has released. Raises `ConfigError` for a run that
-    released rounds again, whose cohorts then were others.
-    """
+    """What a run with noise at local steps has released."""
     lines = run.ledger
     rounds = plan.experiment.rounds if lines is None else lines[-1]["round"] + 1 if lines else 0
-    if lines and len(lines) > rounds:
-        expected = f"a run that did no round twice (--fresh-noise); {run.name} did"
-        raise ConfigError("RUN", run.name, expected)
     release = cast(LocalSteps, plan.mechanism)
-    seen = np.zeros(len(release.samples), np.int64)
+    counts = np.zeros(len(release.samples), np.int64)
+    cohorts = []
     for clients in plan.draws(rounds):
-        np.add.at(seen, clients, 1)
+        np.add.at(counts, clients, 1)
+        cohorts.append(hashlib.sha256(clients.tobytes()).hexdigest())
     e = plan.experiment
-    origin = plan.origin()
-    facts = [e.selection.meaning(), origin["clients"], origin["cohorts"], release.sampling]
-    facts.append(repr(e.evaluate.held_out))
-    return StepsRelease(run.name, release, seen, e.seed, json.dumps(facts, sort_keys=True))
+    rows = f"{release.sampling}, {e.evaluate.held_out}"
+    return StepsRelease(run.name, release, counts, e.seed, tuple(cohorts), rows)
 
 
 def released(run: StoredRun, plan: Plan) -> RunRelease:

@@ -22,6 +22,7 @@ from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.bounding.quantile_clip import QuantileClip
 from raydpfl.methods.noise.keyed_noise import query_noise
 from raydpfl.methods.noise.laplace import LaplaceSource
+from raydpfl.methods.noise.secure_sum import IntegerSource
 from raydpfl.methods.noise.tree_gaussian import TreeSource
 from raydpfl.methods.selection import Cohort, Population, Selection
 from raydpfl.methods.selection.power_of_choice import PowerOfChoice
@@ -674,6 +675,22 @@ def nothing(drawn, self, *given):
     return None if drawn is None else 0 * drawn
 
 
+def half_the_std(patch):
+    """Where it is large, as it is on the sum of a run."""
+    drawn = IntegerSource.on_sum
+    patch.setattr(
+        IntegerSource, "on_sum", lambda self, t, std: drawn(self, t, std / 2 if std > 9 else std)
+    )
+
+
+def released_without_its_noise(patch):
+    patch.setattr(
+        Coordinator,
+        "release",
+        lambda self, t, total: self.plan.modular(t, self.state.bound).decode(total),
+    )
+
+
 no_noise_of_clients = after(Contribution, "noise", nothing)
 no_noise_of_the_server = after(MonitoredNoise, "on_sum", nothing)
 integers_too_long = after(ModularSum, "encode", lambda rows, self, *given: rows + np.sign(rows))
@@ -688,6 +705,8 @@ integers_too_long = after(ModularSum, "encode", lambda rows, self, *given: rows 
         (no_noise_of_clients, INTEGERS[1]),
         (no_noise_of_clients, INTEGERS[2]),
         (no_noise_of_the_server, INTEGERS[0]),
+        (half_the_std, INTEGERS[0]),
+        (released_without_its_noise, INTEGERS[0]),
     ],
 )
 def test_sums_of_integers_that_are_broken_are_noticed(control, noise, monkeypatch):
@@ -698,10 +717,10 @@ def test_sums_of_integers_that_are_broken_are_noticed(control, noise, monkeypatc
 # ---- clients' own budgets ----
 
 
-def individually(placement="server", relation="replace_one", budget=4.0):
+def individually(placement="server", relation="replace_one", budget=4.0, rounds=12):
     noise = {"kind": "gaussian", "multiplier": 4.0, "placement": placement, "delta": 1e-3}
     privacy = {"individual": budget, "relation": relation}
-    return small(noise=noise, privacy=privacy, rounds=12, selection={"kind": "full"})
+    return small(noise=noise, privacy=privacy, rounds=rounds, selection={"kind": "full"})
 
 
 @pytest.mark.slow
@@ -736,11 +755,25 @@ beyond_the_limit = after(IndividualBudgets, "limits", lambda most, self, *given:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "control", [spent_but_half, a_client_that_pays_for_another, beyond_the_limit]
+    ("control", "budget", "rounds"),
+    [
+        (spent_but_half, 4.0, 12),
+        (spent_but_half, 8.0, 40),
+        (a_client_that_pays_for_another, 4.0, 12),
+        (beyond_the_limit, 4.0, 12),
+    ],
 )
-def test_budgets_that_are_not_held_are_noticed(control, monkeypatch):
+def test_budgets_that_are_not_held_are_noticed(control, budget, rounds, monkeypatch):
     control(monkeypatch)
-    assert not replay(individually()).passed
+    assert not replay(individually(budget=budget, rounds=rounds)).passed
+
+
+@pytest.mark.slow
+def test_a_client_that_draws_a_little_less_noise_than_was_accounted_for_is_noticed(monkeypatch):
+    sized = Plan.client_std
+    monkeypatch.setattr(Plan, "client_std", lambda self, *given: 0.999 * sized(self, *given))
+    noise = {"kind": "gaussian", "multiplier": 1.0, "placement": "client"}
+    assert not replay(small(noise=noise)).passed
 
 
 # ---- what comes of it ----

@@ -33,7 +33,7 @@ from raydpfl.privacy import (
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.privacy.composition import StepsRelease
 from raydpfl.privacy.guarantee import Observer
-from raydpfl.simulation.composed_runs import StoredRun, compose
+from raydpfl.simulation.composed_runs import StoredRun, compose, compose_trials
 
 BOTH = ["pld", "rdp"]
 
@@ -165,9 +165,9 @@ def test_a_thousand_kinds_of_rounds_are_composed_by_levels():
 # ---- noise at local steps ----
 
 
-def of_steps(std, seed=0, counts=(3, 0, 2, 5), batch=10, cohorts=""):
+def of_steps(std, seed=0, counts=(3, 0, 2, 5), batch=10, rows=""):
     release = LocalSteps([600, 600, 40, 8], batch=batch, steps=20, bound=1.0, delta=1e-3, stds=std)
-    return StepsRelease(f"{std}", release, np.array(counts), seed, cohorts)
+    return StepsRelease(f"{std}", release, np.array(counts), seed, ("a", "b"), rows)
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -216,9 +216,11 @@ def test_steps_of_one_seed_are_one_gaussian_where_no_run_depends_on_another():
     squares = [20 * (event.mu**2 + 3 * other.mu**2), 40 * sum(one.mu**2 for one in second)]
     known = pld.gaussian_epsilon(math.sqrt(max(squares)), 1e-3)
     assert open_ones.guarantees[0].epsilon == pytest.approx(known, rel=1e-9)
-    different = [short, replace(long, cohorts="other")]
-    notes = local_steps_composition.together(different, 1e-3, ["pld"], adaptive=False).notes
-    assert "draw different batches from the same seed 0" in notes[0]
+    longer = replace(long, cohorts=("a", "b", "c"))
+    assert not local_steps_composition.together([short, longer], 1e-3, ["pld"], False).notes
+    for other in (replace(long, rows="other"), replace(long, cohorts=("a", "c"))):
+        notes = local_steps_composition.together([short, other], 1e-3, ["pld"], False).notes
+        assert "draw different batches from the same seed 0" in notes[0]
 
 
 def test_public_clients_are_left_out_and_a_client_without_noise_is_not():
@@ -230,10 +232,18 @@ def test_public_clients_are_left_out_and_a_client_without_noise_is_not():
     assert joint.epsilon == math.inf and joint.conditions_failed
     claims = np.array([1.0, math.inf, 1.0, 1.0])
     public = replace(bare, release=replace(run.release, claims=claims))
-    (joint,) = local_steps_composition.together(
-        [public, of_steps(0.5, 1)], 1e-3, ["pld"]
-    ).guarantees
-    assert math.isfinite(joint.epsilon) and "1 public clients" in joint.exclusions[-1]
+    other = of_steps(0.5, 1, counts=(3, 9, 2, 5))
+    (joint,) = local_steps_composition.together([public, other], 1e-3, ["pld"]).guarantees
+    assert math.isfinite(joint.epsilon) and "1 clients who are public" in joint.exclusions[-1]
+    assert joint.sampling.client != 1
+    absent = replace(public, participations=np.array([1, 0, 0, 0]))  # public where it is not
+    (joint,) = local_steps_composition.together([absent, other], 1e-3, ["pld"]).guarantees
+    assert "the worst of 4" in str(joint.sampling) and not joint.exclusions
+    (joint,) = local_steps_composition.together([public, public], 1e-3, ["pld"]).guarantees
+    assert joint.epsilon == math.inf and joint.conditions_failed
+    nobody = replace(run, participations=np.zeros(4, int))
+    (joint,) = local_steps_composition.together([nobody], 1e-3, ["pld"]).guarantees
+    assert joint.epsilon == 0 and "no client took part" in str(joint.sampling)
 
 
 PRIVATE = {
@@ -283,9 +293,33 @@ def test_stored_runs_with_noise_at_local_steps_compose():
     part = compose([replace(a, ledger=[{**line, "round": 0}]), b])
     assert part.runs[0].participations.sum() == 20  # one cohort
     assert part.epsilon.epsilon < planned.epsilon.epsilon
-    again = replace(a, ledger=[{**line, "round": t} for t in (0, 1, 1)])
-    with pytest.raises(ConfigError, match="did no round twice"):
-        compose([again, b])
+    again = replace(a, ledger=[{**line, "round": 0}, {**line, "round": 1, "restart": 1}])
+    for joined in (compose, compose_trials):
+        with pytest.raises(ConfigError, match="a run without --fresh-noise"):
+            joined([again, b])
+
+
+@pytest.mark.parametrize("field, values", [("local.steps", (5, 50)), ("local.batch", (5, 1))])
+def test_trials_that_differ_in_their_steps_or_batches_do_not_share_a_release(field, values):
+    runs = [stored(f"{value}", *STEPS, f"{field}={value}") for value in values]
+    (joint,) = compose_trials(runs)
+    expected = compose(runs, adaptive=False)
+    assert [one.epsilon for one in joint.guarantees] == [one.epsilon for one in expected.guarantees]
+    assert "draw different batches" in joint.notes[0]
+
+
+def test_trials_with_other_stds_share_their_batches():
+    runs = [stored(f"{std}", *STEPS, f"noise.std={std}") for std in (0.4, 0.5)]
+    (joint,) = compose_trials([*runs, stored("short", *STEPS, "rounds=3", "noise.std=0.6")])
+    assert not joint.notes
+
+
+def test_a_sample_is_in_the_trials_of_every_seed_that_divides_its_file_anew():
+    shared = [stored(f"{seed}", *STEPS, f"seed={seed}") for seed in (3, 4)]
+    assert len(compose_trials(shared)) == 1
+    anew = [stored(f"{seed}", *STEPS[:2], f"seed={seed}") for seed in (3, 4)]
+    with pytest.raises(ConfigError, match="each sample is in those of every seed"):
+        compose_trials(anew)
 
 
 def test_stored_runs_compose_with_the_rounds_of_their_ledgers():

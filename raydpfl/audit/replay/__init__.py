@@ -179,6 +179,8 @@ def _worlds(plan: Plan, on_world: Callable[[int, int], None]) -> list[World]:
     sums are in no adversary's hands, those alone in which clients train.
     """
     few = min(_rounds(plan, LESS, 2), NEIGHBOURS)
+    if plan.individual:  # budgets run out in later rounds
+        few = _rounds(plan, WORK, 2)
     victims = _victims(plan, few)
     planted = ClientCanaries(plan.experiment.seed, plan.d, np.unique(victims), False)
     adversaries = partial(AdversaryWorld, canaries=planted)
@@ -277,6 +279,9 @@ def _verdict(
     left = plan.experiment.rounds - len(first.records)
     if left:
         unseen.append(f"the last {left} rounds" + (f" ({first.ended})" if first.ended else ""))
+    compared = max((len(world.records) for world in worlds if world.neighbour), default=0)
+    if plan.individual and compared < plan.experiment.rounds:
+        unseen.append(f"clients' own budgets after round {compared}")
     words = tuple(
         f"{'adversaries' if isinstance(world, AdversaryWorld) else 'clients that train'}, "
         f"{world.neighbour or 'the first world'}, {len(world.records)} rounds"

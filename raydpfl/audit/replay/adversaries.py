@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -107,12 +108,17 @@ class AdversaryWorld(World, ClientCanaryRun):
         who = chunk.clients[slots], chunk.draws[slots]
         if self._client_std:
             noise = self.experiment.noise
-            drawn = noise.on_clients(work.noise_seed, work.t, *who, work.client_std, self.plan.d)
+            std = self._client_std
+            if self.plan.lattice is not None:
+                std = noise.client_std(self.plan.lattice.std, self.plan.clients_left)
+            drawn = noise.on_clients(work.noise_seed, work.t, *who, std, self.plan.d)
             assert drawn is not None  # of this std
             sent = sent - drawn[0]
             if work.modular is None:
                 what = f"client {client}'s update"
-                self._drawn_as_accounted(work.t, what, self._sent_noise, drawn[0], work.client_std)
+                self._drawn_as_accounted(work.t, what, self._sent_noise, drawn[0], std)
+            else:
+                self._add_scores(drawn[0], std, self.update_squares, (work.t, client))
         order = self.experiment.bounding.order
         length, most = float(np.linalg.norm(sent, order)), self._bound * self.plan.weight
         slack = self.plan.d ** (1 / order) * work.grid.step
@@ -137,10 +143,9 @@ class AdversaryWorld(World, ClientCanaryRun):
     def _drawn_as_accounted(
         self, t: int, what: str, added: np.ndarray, drawn: np.ndarray, std: float
     ) -> None:
-        if not self.experiment.noise.repeatable:
-            return
         off = float(np.abs(added - drawn).max(initial=0.0))
-        if not off <= SAME * (std + self._bound * self.plan.weight):
+        exact = self.plan.lattice is not None  # integers
+        if not off <= (0.0 if exact else SAME * (std + self._bound * self.plan.weight)):
             self.faults.append(
                 f"the noise on {what} of round {t} is off by {off:.6g} from what noise.kind "
                 f"{self.experiment.noise.kind} draws at std {std:.6g}, which was accounted for"
@@ -155,7 +160,17 @@ class AdversaryWorld(World, ClientCanaryRun):
             drawn = np.zeros(self.plan.d) if drawn is None else drawn
             added = self.records[t].noise["updates"]
             self._drawn_as_accounted(t, "the sum", added, drawn, std)
+            if self.plan.lattice is not None and not self._client_std:
+                self._add_scores(added, std, self.squares)
         return released
+
+    def _add_scores(
+        self, drawn: np.ndarray, std: float, squares: list[Any], who: tuple[int, ...] = ()
+    ) -> None:
+        """Takes note of the squared norm of integer noise as normals of this std."""
+        scores = self.experiment.noise.scores(drawn, std)
+        square = float(scores @ scores)
+        squares.append((*who, square) if who else square)
 
     @cached_property
     def _again(self) -> NoiseSource:

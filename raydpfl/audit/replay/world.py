@@ -190,9 +190,12 @@ class World(CanaryRun):
         record = self.records[t]
         record.released = released.copy()
         record.noise["updates"] = released - total
-        if self.plan.lattice is not None:
-            added = self._added
-            record.noise["updates"] = np.zeros_like(total) if added is None else added.copy()
+        modular = self.plan.modular(t, self.state.bound)
+        if modular is not None:
+            added = np.zeros_like(total) if self._added is None else self._added.copy()
+            record.noise["updates"] = added
+            if not np.array_equal(released, modular.decode(total + added)):
+                self.faults.append(f"the sum of round {t} is released with other noise than drawn")
         forced = None if self.first is None else self.first.records[t].released
         return released if forced is None else forced.copy()
 
