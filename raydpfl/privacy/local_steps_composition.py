@@ -139,7 +139,7 @@ def _worst(accountant: str, parts: dict[int, list[Part]], delta: float) -> tuple
     for part in sorted(alike, key=lambda part: -rdp[part]):
         if worst >= 0 and rdp[part] <= largest:
             break
-        epsilon = rdp[part] if accountant == "rdp" else named(accountant).together(part, delta)
+        epsilon = named(accountant).together(part, delta)
         if worst < 0 or epsilon > largest:
             largest, worst = epsilon, alike[part]
     return largest, worst
