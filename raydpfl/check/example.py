@@ -65,6 +65,17 @@ SCALAR: dict[str, Any] = {
     "local": {"kind": "sgd", "steps": 3, "batch": "full", "lr": 0.01},
     "noise": NONE,
 }
+# The problem and step sizes of a theorem on convergence (002 Theorem 1, with L = 4, lambda = 1).
+THEOREM: dict[str, Any] = {
+    "data": {"kind": "scalar_quadratics", "a": [1, 2, 1], "b": [1, -1, 0]},
+    "model": {"kind": "linear"},
+    "selection": {"kind": "uniform", "cohort": 2},
+    "local": {"kind": "sgd", "steps": 3, "batch": "full", "schedule": "inverse", "lr_period": 64,
+              "lr": 1 / 48},
+    "bounding": {"kind": "per_sample_clip", "bound": 30.0},
+    "noise": {"kind": "gaussian", "std": 0.1, "delta": 1e-3},
+    "weights": {"kind": "data"},
+}  # fmt: skip
 # The experiments around a member, private ones first: the first that takes it is used.
 AROUNDS: tuple[dict[str, Any], ...] = (
     {},
@@ -78,6 +89,7 @@ AROUNDS: tuple[dict[str, Any], ...] = (
     {"noise": NONE, "bounding": NONE},
     {"local": DECAY},
     SCALAR,
+    THEOREM,
 )
 # The same, around what has its own samples: few clients with few rows.
 FEW: dict[str, Any] = {

@@ -49,6 +49,7 @@ class ConvergenceBoundProbe(Probe):
     a round the theorem says nothing either.
     """
 
+    examples = ({"smoothness": 4.0, "convexity": 1.0},)
     of_all = True
     kind: str = "convergence_bound"
     theorem: Literal[
