@@ -11,6 +11,7 @@ of `experiments/README.md`, the state of every table, figure, claim and theorem 
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import shutil
 import sys
@@ -184,8 +185,13 @@ def _state(name: str, label: str) -> str:
     summary = _summary(name)
     if summary is None:
         return "smoke"
-    labels = {text for cell in Study.stored(ROOT / name).cells for text in cell.labels.values()}
-    return summary["scale"] if not label or label in labels else "smoke"
+    return summary["scale"] if not label or label in _labels(name) else "smoke"
+
+
+@functools.cache
+def _labels(name: str) -> set[str | None]:
+    """All labels of the cells of a study that lies here."""
+    return {text for cell in Study.stored(ROOT / name).cells for text in cell.labels.values()}
 
 
 def overview() -> str:
