@@ -21,12 +21,12 @@ from raydpfl.privacy import (
     Mechanism,
     Repetition,
     RunRelease,
+    StepsRelease,
     best_of,
     local_steps_composition,
     rigorous,
     together,
 )
-from raydpfl.privacy.composition import StepsRelease
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.planned_guarantee import without_model
 from raydpfl.simulation.resolution import resolve
@@ -86,7 +86,7 @@ def compose(
             deltas, or some protect clients and others samples.
     """
     plans = [_plan(run, data_root) for run in runs]
-    _check_one_placement(runs, plans)
+    _check_steps(runs, plans)
     for (one, plan), (other, second) in combinations(zip(runs, plans, strict=True), 2):
         if (one.key or plan.noise_key) == (other.key or second.noise_key):
             expected = f"runs with noise of their own; {one.name} and {other.name} have the same "
@@ -126,11 +126,11 @@ def compose_trials(
         raise ConfigError("noise.common", True, "noise of its own for each of the runs")
     populations: dict[str, list[tuple[StoredRun, Plan]]] = {}
     plans = _plans(runs, data_root)
-    _check_one_placement(runs, plans)
+    _check_steps(runs, plans)
     for run, plan in zip(runs, plans, strict=True):
         populations.setdefault(repr(_people(plan)), []).append((run, plan))
-    anew = runs[0].experiment.data.location != "generated"
-    if len(populations) > 1 and anew and _by_steps(plans[0]):
+    on_file = runs[0].experiment.data.location != "generated"
+    if len(populations) > 1 and on_file and _by_steps(plans[0]):
         expected = "the same for all runs, as each sample is in those of every seed (data.seed)"
         raise ConfigError("data.seed", None, expected)
     joint = []
@@ -145,15 +145,9 @@ def best_of_trials(
     repetition: Repetition, runs: Sequence[StoredRun], data_root: Path | None = None
 ) -> Composition:
     """What a search spends of which the best trial alone is released, every trial being one of
-    `runs`, with any seed. Arguments and errors are those of `compose`.
+    `runs`, with noise on sums and any seed. Arguments and errors are those of `compose`.
     """
     plans = _plans(runs, data_root)
-    for run, plan in zip(runs, plans, strict=True):
-        if _by_steps(plan):
-            expected = (
-                f"noise on what clients send, or on its sum, in a private search; {run.name} "
-            )
-            raise ConfigError("sweep.private", None, f"{expected}has noise at local steps")
     releases = []
     for run, plan in zip(runs, plans, strict=True):
         release = released(run, plan)
@@ -187,9 +181,6 @@ def _plan(run: StoredRun, data_root: Path | None) -> Plan:
         raise ConfigError("RUN", run.name, f"a run with noise; {run.name} has no noise")
     plan = resolve(experiment, data_root)
     assert plan.mechanism is not None
-    if run.ledger and _by_steps(plan) and any(line.get("restart") for line in run.ledger):
-        expected = f"a run without --fresh-noise, whose batches then are others; {run.name} had it"
-        raise ConfigError("RUN", run.name, expected)
     digest = plan.mechanism.round_digest()
     if any(line.get("mechanism") != digest for line in run.ledger or ()):
         expected = "a run whose ledger has the mechanism of its config, as this version reads it"
@@ -201,14 +192,19 @@ def _by_steps(plan: Plan) -> bool:
     return plan.experiment.noise.drawn_by() == "step"
 
 
-def _check_one_placement(runs: Sequence[StoredRun], plans: Sequence[Plan]) -> None:
-    """Raises `ConfigError` unless all runs protect samples, or all clients."""
+def _check_steps(runs: Sequence[StoredRun], plans: Sequence[Plan]) -> None:
+    """Raises `ConfigError` unless all runs protect samples, or all clients, and for a restarted one
+    with noise at local steps.
+    """
     for run, plan in zip(runs, plans, strict=True):
         if _by_steps(plan) != _by_steps(plans[0]):
             names = (runs[0].name, run.name) if _by_steps(plan) else (run.name, runs[0].name)
             expected = f"runs that protect the same; {names[1]} has noise at local steps, which "
             expected += f"protects samples, and {names[0]} protects clients"
             raise ConfigError("RUN", run.name, expected)
+        if _by_steps(plan) and any(line.get("restart") for line in run.ledger or ()):
+            expected = "a run without --fresh-noise, whose batches then are others; "
+            raise ConfigError("RUN", run.name, f"{expected}{run.name} had it")
 
 
 def _check_people(name: str, other: str, plan: Plan, second: Plan) -> None:

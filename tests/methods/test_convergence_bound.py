@@ -165,7 +165,7 @@ def test_theorem_1_of_003_tends_to_corollary_1(tmp_path):
     assert values[2] == pytest.approx(limit, rel=1e-5)
 
 
-def test_there_is_no_bound_from_where_a_gradient_is_longer_than_its_clip_on(tmp_path):
+def test_there_is_no_bound_where_a_gradient_is_longer_than_its_clip(tmp_path):
     sections = bound("chen_2024_theorem1")
     sections["bounding"] = {**sections["bounding"], "bound": 14.0}  # the fourth begins at 4 (2 + 2)
     rows = run(
@@ -175,6 +175,16 @@ def test_there_is_no_bound_from_where_a_gradient_is_longer_than_its_clip_on(tmp_
         tmp_path / "out",
     ).rounds.to_pylist()
     assert rows[0]["theorem_bound"] is rows[0]["theorem_error"] is None
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_bounds_of_the_whole(tmp_path):
+    sections = bound("chen_2024_theorem1")
+    whole = run(experiment(**sections), tmp_path / "whole")
+    run(experiment(**{**sections, "rounds": 4}), tmp_path / "part")
+    resumed = run(experiment(**sections), tmp_path / "part", resume=True)
+    for name in convergence_bound.COLUMNS:
+        assert resumed.rounds[name].equals(whole.rounds[name])
 
 
 REFUSED = messages("bounds on convergence")

@@ -297,6 +297,10 @@ def test_stored_runs_with_noise_at_local_steps_compose():
     for joined in (compose, compose_trials):
         with pytest.raises(ConfigError, match="a run without --fresh-noise"):
             joined([again, b])
+    # another server's rate is no other release, so that both share a plan
+    alike = replace(stored("c", *STEPS, "server.lr=0.5"), ledger=again.ledger)
+    with pytest.raises(ConfigError, match=r"--fresh-noise, .*c had it"):
+        compose_trials([replace(a, ledger=[]), alike])
 
 
 @pytest.mark.parametrize("field, values", [("local.steps", (5, 50)), ("local.batch", (5, 1))])

@@ -195,8 +195,8 @@ class AdversaryWorld(World, ClientCanaryRun):
 
 
 class EveryoneWorld(AdversaryWorld):
-    """A world of one round in which every client takes part, whoever is drawn, and goes as far as
-    it can.
+    """A world of one round in which every client takes part, whatever the cohort, and goes as far
+    as it can.
     """
 
     def select(self, t: int) -> Cohort:

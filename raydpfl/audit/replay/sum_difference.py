@@ -86,12 +86,11 @@ class SumDifference:
     def _sum(self) -> tuple[float, float]:
         """How far the sum of the updates moves, and what rounding may add to that."""
         plan = self.plan
-        here, there = self.here.released, self.there.released
-        if plan.lattice is not None:
-            here, there = self.here.total, self.there.total
-        assert here is not None and there is not None and self.there.cohort is not None
         if plan.lattice is not None:  # whose integers are exact
-            return float(np.linalg.norm(here - there)), 0.0
+            assert self.here.total is not None and self.there.total is not None
+            return float(np.linalg.norm(self.here.total - self.there.total)), 0.0
+        here, there = self.here.released, self.there.released
+        assert here is not None and there is not None and self.there.cohort is not None
         grid = Grid.of(
             len(self.there.cohort),
             None if self.there.bound is None else self.there.bound * plan.weight,

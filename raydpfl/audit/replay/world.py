@@ -189,9 +189,10 @@ class World(CanaryRun):
         released = super().release(t, total)
         record = self.records[t]
         record.released = released.copy()
-        record.noise["updates"] = released - total
         modular = self.plan.modular(t, self.state.bound)
-        if modular is not None:
+        if modular is None:
+            record.noise["updates"] = released - total
+        else:
             added = np.zeros_like(total) if self._added is None else self._added.copy()
             record.noise["updates"] = added
             if not np.array_equal(released, modular.decode(total + added)):

@@ -1,4 +1,4 @@
-"""The bounds on convergence of 002 and of 003 (Theorems 1 and 2 of each), beside the errors.
+"""The bounds on convergence of 002 and 003 (Theorems 1 and 2 of each), and what they bound.
 
 The loss is half the squared error of a linear model, whose constants are known: f = sum p_i f_i
 with p_i = n_i / sum n, and Gamma_s of 002 (Definition 3). Gamma_n (Definition 4) is the larger of
@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from pydantic import Field
@@ -31,7 +31,6 @@ from raydpfl.privacy import LocalSteps
 COLUMNS = ("theorem_error", "theorem_bound", "theorem_ratio")
 SELECTIONS = {"chen": ("uniform",), "xu": ("multinomial", "privacy_aware")}
 WEIGHTS = {"chen": "data", "xu": "uniform"}
-CLIPPED = "theorem.clipped"  # a file of the run directory
 CLOSE = 1e-6  # relative, of a step size to the theorem's
 GAMMAS = np.logspace(-6, 6, 1201)  # the free Gamma of 003 Theorem 1
 
@@ -44,9 +43,9 @@ class ConvergenceBoundProbe(Probe):
     16 L Q), t from 0, and beta / (gamma + t), t from 1, beta above 1 / mu: `local.schedule`
     inverse. In the second noise is sized for a T, so that the last round alone has a bound. Theorem
     2 bounds the mean over the rounds of ||grad f(w)||^2, before each round (here: after each), with
-    one step size, below 1 / (200 Q L) or 1 / sqrt(T). There is no bound from a round on after which
-    (or at the start) a sample's gradient is longer than its clip; where `clipped` is above 0 within
-    a round the theorem says nothing either.
+    one step size, below 1 / (200 Q L) or 1 / sqrt(T). There is no bound where a sample's gradient
+    is longer than its clip at the start or after the round. A theorem says nothing of a run in
+    which `clipped` of some round is above 0.
     """
 
     examples = ({"smoothness": 4.0, "convexity": 1.0},)
@@ -110,7 +109,7 @@ class ConvergenceBoundProbe(Probe):
         if self.theorem.startswith("xu"):
             if problem.local.steps != 1:
                 raise self._refused("local.steps", problem.local.steps, "1")
-            calibration = getattr(problem.mechanism, "calibration", None)
+            calibration = cast(LocalSteps, problem.mechanism).calibration
             if calibration is None or calibration.method != "paper":
                 method = calibration and calibration.method
                 raise self._refused("noise.calibration", method, "paper, of clients' budgets")
@@ -153,16 +152,11 @@ class ConvergenceBoundProbe(Probe):
         losses = linear(problem.module, problem.task, problem.shards, 0.0)
         assert losses is not None
         of = BoundConstants(problem, losses)
-        clipped = out / CLIPPED  # there once a gradient is longer than its clip
-        if of.steepest(losses.matrix(models.flatten(problem.module).numpy())) > of.clip:
-            clipped.touch()
         first = problem.rounds - 1 if self.theorem == "xu_2026_theorem1" else 0
 
         def assess(t: int, model: np.ndarray) -> Mapping[str, float | None]:
             theta = losses.matrix(model)
-            if of.steepest(theta) > of.clip:
-                clipped.touch()
-            if t < first or clipped.exists():
+            if t < first or max(of.steepest(of.start), of.steepest(theta)) > of.clip:
                 return dict.fromkeys(COLUMNS)
             gradients = self.theorem.endswith("2")
             error = of.squared_gradient(theta) if gradients else of.gap(theta)[0]
@@ -181,7 +175,7 @@ class BoundConstants:
         shares = population.shares
         self._rows = partial(losses.parts, clients, shares)
         self._gradient = losses.mixture(clients, shares)
-        start = losses.matrix(models.flatten(problem.module).numpy())
+        self.start = losses.matrix(models.flatten(problem.module).numpy())
         best, self.gap = quadratic(losses, clients, shares)
         curvatures, squared, self.gamma_s = [], np.zeros(2), 0.0
         for i in clients.tolist():
@@ -190,29 +184,29 @@ class BoundConstants:
             curvatures += [np.linalg.eigvalsh((x * weights[:, None]).T @ x)]
             self.gamma_s += shares[i] * quadratic(losses, one, whole)[1](best)[0]
             gradient = losses.mixture(one, whole)
-            for at, theta in enumerate((start, best)):
+            for at, theta in enumerate((self.start, best)):
                 squared[at] += shares[i] * np.sum(
                     (gradient(theta)[1] - self._gradient(theta)[1]) ** 2
                 )
         self.smoothness = float(np.max(curvatures))
         self.convexity = float(np.min(curvatures))
         self.gamma_n_squared = float(squared.max())
-        self.start, self.distance = self.gap(start)
-        assert isinstance(problem.mechanism, LocalSteps)
-        self.clip = problem.mechanism.bound
+        self.start_gap, self.distance = self.gap(self.start)
+        release = cast(LocalSteps, problem.mechanism)  # with per_sample_clip
+        self.clip = release.bound
         self.steps = problem.local.steps or 1
         self.rate = problem.local.lr
         self.beta_gamma = _beta_gamma(problem.local)
         self.ratio = len(population) / problem.selection.sampling(population).cohort  # n / r
-        d = start.size
-        self.noise = d * float(np.max(problem.mechanism.stds)) ** 2  # d sigma^2
+        d = self.start.size
+        self.noise = d * float(np.max(release.stds)) ** 2  # d sigma^2
         probabilities = problem.selection.probabilities(population)
-        variances = problem.mechanism.of_clients().get("variance")
+        variances = release.of_clients().get("variance")
         if probabilities is not None and variances is not None:
             self.selection = float(np.abs(probabilities - shares).sum())
             self.privacy = d * float(probabilities**2 @ variances)  # G^DP
             biased = quadratic(losses, clients, probabilities)[0]
-            self.biased_distance = float(np.linalg.norm(start - biased))
+            self.biased_distance = float(np.linalg.norm(self.start - biased))
 
     def squared_gradient(self, theta: np.ndarray) -> float:
         """||grad f||^2 at theta, float64 [1, width]."""
@@ -250,7 +244,7 @@ def chen_theorem2(of: BoundConstants, L: float, rounds: int) -> float:
         return math.inf
     q = (1 + of.ratio * of.steps + of.ratio) * of.rate * (of.clip**2 + of.noise)
     q += (2 * of.ratio + 1) * length * of.gamma_n_squared
-    return (of.start / rounds + q) / upsilon
+    return (of.start_gap / rounds + q) / upsilon
 
 
 def xu_theorem1(of: BoundConstants, L: float, rounds: int) -> float:
@@ -258,7 +252,7 @@ def xu_theorem1(of: BoundConstants, L: float, rounds: int) -> float:
     beta, gamma = of.beta_gamma
     later = gamma + rounds
     free = 1 + 9 * GAMMAS
-    z = 4.5 * L * GAMMAS * gamma * of.biased_distance**2 + gamma * of.start
+    z = 4.5 * L * GAMMAS * gamma * of.biased_distance**2 + gamma * of.start_gap
     z += free / 2 * beta**2 * rounds * L / later * of.clip**2
     root = np.sqrt((1 + 1 / GAMMAS) * of.selection**2 + free * of.privacy)
     last = math.sqrt(2 * L) * beta * rounds * of.clip / (2 * later) * (of.selection + root)
@@ -268,5 +262,5 @@ def xu_theorem1(of: BoundConstants, L: float, rounds: int) -> float:
 def xu_theorem2(of: BoundConstants, L: float, rounds: int) -> float:
     """003 Theorem 2, squared: of the mean of ||grad F||^2."""
     root = math.sqrt(of.selection**2 + 2 * math.sqrt(rounds) * L * of.privacy)
-    start = (of.start + L * of.clip**2 / 2) / math.sqrt(rounds)
+    start = (of.start_gap + L * of.clip**2 / 2) / math.sqrt(rounds)
     return (of.clip / 2 * (of.selection + root) + math.sqrt(start)) ** 2
