@@ -2,10 +2,11 @@
 
     python experiments/readmes.py runs/002-fig5 runs/002-fig7
 
-copies the tables, the figures and the summary of these directories to `experiments/ID`, in place of
-earlier ones. Then `experiments/PAPER/README.md` is written, of every paper, from what lies there
-and from the files of the studies: no number and no verdict in it is written by hand. So is the end
-of `experiments/README.md`, the state of every table, figure, claim and theorem (`items.csv`).
+copies the tables, the figures and the summary of these directories to `experiments/ID`
+(`experiments/ID-paper` where they ran at the paper's size), in place of earlier ones. Then
+`experiments/PAPER/README.md` is written, of every paper, from what lies there and from the files of
+the studies: no number and no verdict in it is written by hand. So is the end of
+`experiments/README.md`, the state of every table, figure, claim and theorem (`items.csv`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from raydpfl.sweep.study import Study, builtin
 
 ROOT = Path(__file__).parent
+SCALES = {"small": "", "paper": "-paper"}  # what is added to the id of a study, for its folder
 SIZES = 400_000  # bytes of a figure, at most: clouds of points have more
 PAPERS = {
     "000": (
@@ -68,7 +70,7 @@ STATES = (
 def copy_results(folder: Path) -> None:
     """Copies the tables, figures and summary of a study's directory to `experiments/ID`."""
     summary = json.loads((folder / "summary.json").read_text())
-    place = ROOT / summary["study"]
+    place = ROOT / (summary["study"] + SCALES[summary["scale"]])
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     shutil.copyfile(folder / "study.yaml", place / "study.yaml")
@@ -85,23 +87,28 @@ def readme(paper: str) -> str:
     title, about = PAPERS[paper]
     ids = [name for name in builtin.paths() if name.startswith(paper)]
     rows = ["| study | answers | run here | claims that hold | command |", "|---|---|---|---|---|"]
-    rows += [_row(name) for name in ids]
-    sections = [_section(name) for name in ids if _summary(name)]
+    rows += [_row(name, folder) for name in ids for folder in _folders(name) or [None]]
+    sections = [_section(name, folder) for name in ids for folder in _folders(name)]
     return "\n\n".join([f"# {paper}: {title}", about, PROTOCOL, "\n".join(rows), *sections]) + "\n"
 
 
-def _summary(name: str) -> dict[str, Any] | None:
-    path = ROOT / name / "summary.json"
-    return json.loads(path.read_text()) if path.exists() else None
+def _folders(name: str) -> list[Path]:
+    """Where a study lies here, a folder for each scale at which it was run."""
+    places = [ROOT / (name + added) for added in SCALES.values()]
+    return [folder for folder in places if (folder / "summary.json").exists()]
 
 
-def _row(name: str) -> str:
-    summary = _summary(name)
-    scale = summary["scale"] if summary else "not run"
-    held = "" if not summary else _verdicts(summary)
+def _summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def _row(name: str, folder: Path | None) -> str:
+    summary = _summary(folder) if folder else {}
+    scale = summary.get("scale", "not run")
+    held = _verdicts(summary) if folder else ""
     answers = ", ".join(builtin.header(builtin.find(name)).get("answers", ()))
-    command = f"`raydpfl reproduce {name} --scale {scale if summary else 'small'}`"
-    linked = f"[{name}]({name.partition('/')[2]})" if summary else name
+    command = f"`raydpfl reproduce {name} --scale {scale if folder else 'small'}`"
+    linked = f"[{name}]({folder.name})" if folder else name
     return f"| {linked} | {answers} | {scale} | {held} | {command} |"
 
 
@@ -112,14 +119,15 @@ def _verdicts(summary: dict[str, Any]) -> str:
     return f"{verdicts.count('holds')} of {len(verdicts)}{others}"
 
 
-def _section(name: str) -> str:
-    """The section of a study: its claims, tables and figures."""
-    folder, summary = ROOT / name, _summary(name)
-    assert summary is not None
+def _section(name: str, folder: Path) -> str:
+    """The section of a study at one scale: its claims, tables and figures."""
+    summary = _summary(folder)
     about = builtin.header(builtin.find(name))
-    stem = name.partition("/")[2]
     parts = [f"## {name}: {about['title']}"]
-    parts += [f"*The paper.* {_line(about['shows'])}", f"*Chosen here.* {_line(about['lost'])}"]
+    if summary["scale"] == "paper":
+        parts = [f"## {name} at the paper's size"]
+    if folder == _folders(name)[0]:
+        parts += [f"*The paper.* {_line(about['shows'])}", f"*Chosen here.* {_line(about['lost'])}"]
     parts.append(_facts(folder, summary))
     tables = ["claims.md", *sorted(path.name for path in folder.glob("table-test*.md"))]
     tables += sorted(path.name for path in folder.glob("table-s*.md"))
@@ -127,7 +135,7 @@ def _section(name: str) -> str:
     parts += [_table(folder / table) for table in tables if (folder / table).exists()]
     parts += [_arms(summary)] if summary["equal_arms"] else []
     figures = sorted(path.name for path in folder.glob("*.svg"))
-    parts += [f"![{Path(figure).stem}]({stem}/{figure})" for figure in figures[:3]]
+    parts += [f"![{Path(figure).stem}]({folder.name}/{figure})" for figure in figures[:3]]
     return "\n\n".join(parts)
 
 
@@ -181,17 +189,15 @@ def items() -> str:
 
 
 def _state(name: str, label: str) -> str:
-    """The scale at which a study lies here with this label; `smoke` where it does not."""
-    summary = _summary(name)
-    if summary is None:
-        return "smoke"
-    return summary["scale"] if not label or label in _labels(name) else "smoke"
+    """The scales at which a study lies here with this label; `smoke` where it does not."""
+    shown = [folder for folder in _folders(name) if not label or label in _labels(folder)]
+    return ", ".join(_summary(folder)["scale"] for folder in shown) or "smoke"
 
 
 @functools.cache
-def _labels(name: str) -> set[str | None]:
+def _labels(folder: Path) -> set[str | None]:
     """All labels of the cells of a study that lies here."""
-    return {text for cell in Study.stored(ROOT / name).cells for text in cell.labels.values()}
+    return {text for cell in Study.stored(folder).cells for text in cell.labels.values()}
 
 
 def overview() -> str:
@@ -199,10 +205,13 @@ def overview() -> str:
     lines = []
     for paper, (title, _) in PAPERS.items():
         lines.append(f"- [{paper}]({paper}/README.md), {title}:")
-        for name in builtin.paths():
-            summary = _summary(name) if name.startswith(paper) else None
-            if summary and summary["claims"]:
+        ids = [name for name in builtin.paths() if name.startswith(paper)]
+        for name, folder in ((name, folder) for name in ids for folder in _folders(name)):
+            summary = _summary(folder)
+            if summary["claims"]:
                 title = builtin.header(builtin.find(name))["title"]
+                if summary["scale"] == "paper":
+                    title = "at the paper's size"
                 lines.append(f"    - `{name}`, {title}. Claims that hold: {_verdicts(summary)}.")
     return "\n".join(lines)
 

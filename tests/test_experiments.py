@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def test_the_readmes_are_written_from_the_tables_that_lie_there(monkeypatch):
 def test_every_committed_claim_is_one_of_its_studys_file():
     assert CLAIMS
     for path in CLAIMS:
-        name = "/".join(path.parts[-3:-1])
+        name = json.loads((path.parent / "summary.json").read_text())["study"]
         stated = [claim["says"] for claim in builtin.header(builtin.find(name))["claims"]]
         with path.open(newline="") as file:
             assert [row["claim"] for row in csv.DictReader(file)] == stated, name
