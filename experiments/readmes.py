@@ -206,13 +206,13 @@ def overview() -> str:
     for paper, (title, _) in PAPERS.items():
         lines.append(f"- [{paper}]({paper}/README.md), {title}:")
         ids = [name for name in builtin.paths() if name.startswith(paper)]
-        for name, folder in ((name, folder) for name in ids for folder in _folders(name)):
+        for study, folder in ((name, folder) for name in ids for folder in _folders(name)):
             summary = _summary(folder)
             if summary["claims"]:
-                title = builtin.header(builtin.find(name))["title"]
+                title = builtin.header(builtin.find(study))["title"]
                 if summary["scale"] == "paper":
                     title = "at the paper's size"
-                lines.append(f"    - `{name}`, {title}. Claims that hold: {_verdicts(summary)}.")
+                lines.append(f"    - `{study}`, {title}. Claims that hold: {_verdicts(summary)}.")
     return "\n".join(lines)
 
 
