@@ -7,6 +7,8 @@
 >>> gain = total([(1, a), (-1, b)]).spread()
 >>> gain.count, round(gain.mean, 6), round(gain.std, 6), round(gain.half_width(), 6)
 (3, 0.02, 0.01, 0.024841)
+>>> SeedValues({1: 0.5, 2: 0.5, 3: 0.5}).spread().error  # rounding
+5.960464477539063e-08
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.special import stdtrit
 
+_RESOLUTION = float(np.finfo(np.float32).eps)  # of what runs end at: their models are float32
 Resample = tuple[int, ...]  # places of seeds, drawn with replacement as many as there are
 
 
@@ -62,7 +65,8 @@ class SeedValues:
 
             error^2 = mean over resamples of std^2 / n + variance over resamples of their means,
 
-        with the sample variance (n - 1) of the final seeds.
+        with the sample variance (n - 1) of the final seeds. It is no less than what float32
+        resolves: seeds that all end in one place end there to rounding alone.
         """
         numbers = _numbers(self.values)
         count, mean = len(numbers), float(np.mean(numbers)) if len(numbers) else math.nan
@@ -79,6 +83,8 @@ class SeedValues:
             means = np.array([values.mean() for values in choices.values()])
             inner = np.array([values.var(ddof=1) / len(values) for values in choices.values()])
             error = math.sqrt(shares @ inner + shares @ (means - shares @ means) ** 2)
+        if count > 1:
+            error = max(error, _RESOLUTION * float(np.abs(numbers).max()))
         return SeedSpread(count, mean, std, error)
 
 
