@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import conftest
 import cvxpy as cp
@@ -20,7 +21,7 @@ import torch
 from conftest import messages
 from scipy.stats import norm
 
-from raydpfl.audit import audit
+from raydpfl.audit import audit, checks
 from raydpfl.audit.bounds import (
     curve_bound,
     gaussian_curve,
@@ -181,6 +182,14 @@ def test_no_bound_of_a_curve_passes_the_claim_in_95_percent_of_400_seeds():
             refuted[right] = curve_bound(m, 60, right, 1e-5, tolerance=1e-4)
         above += refuted[right] > claim
     assert above <= 20 and max(refuted.values()) > 0.3 * claim
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_noise_that_is_drawn_twice_is_noticed_next_to_a_sum_without_noise(repeated):
+    one, other = np.random.default_rng(0).standard_normal((2, 100))
+    drawn = [np.zeros(100), one, one if repeated else other]
+    check = checks.keys([SimpleNamespace(noises=drawn, update_noises=[])])
+    assert check.passed is not repeated, check.finding
 
 
 @pytest.mark.parametrize(
