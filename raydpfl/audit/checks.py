@@ -373,7 +373,7 @@ def keys(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check:
     }
     for what, noises in groups.items():
         rows = np.stack(noises) if noises else np.zeros((0, 1))
-        rows = rows[rows.any(axis=1)]  # that one is missing, others tell
+        rows = rows[rows.any(axis=1)]  # other checks notice a sum without noise
         rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
         comparisons += len(rows) * (len(rows) - 1) // 2
         for start in range(0, len(rows), 512):

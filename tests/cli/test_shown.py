@@ -104,8 +104,8 @@ def test_client_actors_that_start_are_counted_before_the_first_round(tmp_path, s
     stages = []
     run(experiment(client={"actors": 1}), tmp_path / "out", on_stage=stages.append)
     assert stages[0] == runner.PREPARING and stages[-1] == runner.FIRST
-    begun = stages.index("0 of 1 client actors started")  # after Ray, where that was not up
-    assert set(stages[begun + 1 : -1]) <= {"1 of 1 client actors started"}
+    start = stages.index("0 of 1 client actors started")  # after Ray, where that was not up
+    assert set(stages[start + 1 : -1]) <= {"1 of 1 client actors started"}
 
 
 def test_actors_that_take_long_to_start_are_counted_in_lines_where_no_other_lives(monkeypatch):
