@@ -181,8 +181,10 @@ def _place(name: str) -> Path | None:
     within: Sequence[str] | None = None
     spec = None
     parts = name.split(".")
-    for depth in range(len(parts)):
-        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: depth + 1]), within)
+    for (
+        part
+    ) in parts:  # by its own name alone: that of a folder without __init__.py asks its parent
+        spec = importlib.machinery.PathFinder.find_spec(part, within)
         if spec is None:
             return None
         within = spec.submodule_search_locations or []

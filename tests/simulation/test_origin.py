@@ -482,6 +482,19 @@ def test_code_that_is_imported_only_when_it_runs_is_part_of_the_origin(mine):
     assert user_code.sources(experiment(**OWN)) != before
 
 
+def test_code_in_folders_without_an_init_file_is_part_of_the_origin(mine):
+    """Before anything of them has been imported."""
+    helper = mine / "mine_folder" / "inner" / "helper.py"
+    helper.parent.mkdir(parents=True)
+    helper.write_text((mine / "mine_helper.py").read_text())
+    own = mine / "mine_origin.py"
+    late = "\n\ndef unused():\n    from mine_folder.inner.helper import squash\n"
+    own.write_text(own.read_text() + late)
+    before = user_code.sources(experiment(**OWN))
+    helper.write_text(helper.read_text().replace("math.", "1.0 * math."))
+    assert user_code.sources(experiment(**OWN)) != before
+
+
 TYPED = """
 import json, math
 from pydantic import Field
