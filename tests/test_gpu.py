@@ -707,6 +707,7 @@ def test_a_run_says_which_gpu_its_bits_depend_on(gpu):
 
 
 def test_where_the_driver_sees_no_gpu_a_node_says_what_the_bits_depend_on(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     plan = on_gpu()
     client = CLUSTER.model_copy(update={"chunk": 4})
     asked = plan.experiment.model_copy(update={"client": client})
@@ -773,7 +774,7 @@ def test_the_benchmark_runs_a_few_rounds_on_the_cpu():
     assert found["seconds"] > found["seconds_round"] > 0
     for name in ("vmap", "loop", "plain_loop"):
         assert found[f"seconds_{name}"] > 0
-    assert found["two_actors_same_bits"] is True and found["seconds_pfl"] is None
+    assert found["two_actors_same_bits"] is True
 
 
 # A real one.
@@ -816,12 +817,11 @@ def test_however_chunks_are_dealt_a_gpu_gives_the_same_bits(method, tmp_path):
 def test_a_gpu_holds_the_bound_of_what_is_clipped(model, tmp_path):
     sent = {"kind": "clip", "bound": 0.01}
     with device.restored():
-        plan = resolve(
-            experiment(model={"kind": model}, bounding=sent, client=GPU, measure=["bounding"])
-        )
-        numbers_of(plan, tmp_path)
+        measure = ["bounding", "clients"]
+        asked = experiment(model={"kind": model}, bounding=sent, client=GPU, measure=measure)
+        run(asked, tmp_path)
     norms = pq.read_table(tmp_path / "clients.parquet")["bounded_norm"].to_numpy()
-    assert norms.max() <= 0.01 * (1 + 1e-9) * plan.weight
+    assert 0.99 < norms.max() / (0.01 * resolve(asked).weight) <= 1 + 1e-9
 
 
 @needs_gpu

@@ -35,9 +35,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -63,6 +62,7 @@ STEPS = 5
 LR = 0.1
 PEAK = 8192  # rows and columns of the matrices whose product is the peak; 512 on a CPU
 REPEATS = 10
+JOBS = ("cifar_dropout", "cifar", "resnet18", "lstm", "transformer")  # of compare.py
 # of the net's convolutions: channels in, channels out, and pixels of a row of what goes in
 CONVOLUTIONS = ((3, 32, 32), (32, 64, 30))
 
@@ -260,26 +260,24 @@ def tests() -> str:
     return (done.stdout.strip().splitlines() or ["pytest printed nothing"])[-1]
 
 
-def beside_pfl(options: argparse.Namespace) -> dict[str, float | None]:
-    """Seconds of a round of `compare.py`'s job by pfl-research and by raydpfl on the device."""
-    found: dict[str, float | None] = {"seconds_pfl": None, "seconds_beside_pfl": None}
+def beside_pfl(options: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """Seconds of a round of each of `JOBS` by raydpfl and by pfl-research on the device."""
     if not options.pfl_python or not compare.has("pfl", options.pfl_python):
-        return found
+        return
     ours = {"actors": 0, "num_gpus": 0 if options.cpu else 1}
     entered = [
-        compare.made(("pfl", "with_pfl.py", options.pfl_python), "on the device", {"threads": 1}),
         compare.made(("raydpfl", "with_raydpfl.py", sys.executable), "inline", ours),
+        compare.made(("pfl", "with_pfl.py", options.pfl_python), "on the device", {"threads": 1}),
     ]
-    work = replace(compare.WORK["cifar_dropout"], clients=options.clients)
-    work = replace(work, cohort=min(work.cohort, options.clients))
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "rows"
-        compare.write_rows(work, folder)
-        for name, each in zip(found, entered, strict=True):
-            each.rounds = compare.WARM + options.few
-            block = compare.run_block(each, work, "cifar_dropout", folder, compare.TIMEOUT)
-            found[name] = median(block.walls)
-    return found
+    for job in JOBS:
+        work = compare.WORK[job]
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / "rows"
+            compare.write_rows(work, folder)
+            for each in entered:
+                each.rounds = compare.WARM + options.few
+                block = compare.run_block(each, work, job, folder, compare.TIMEOUT)
+                yield {f"seconds_{each.peer}_{job}": median(block.walls)}
 
 
 def two_actors(options: argparse.Namespace, out: Path) -> bool:
@@ -295,26 +293,36 @@ def two_actors(options: argparse.Namespace, out: Path) -> bool:
     return len(hashes) == 1
 
 
-def compared(options: argparse.Namespace, folder: Path, ours: float) -> dict[str, Any]:
+def compared(options: argparse.Namespace, folder: Path, ours: float) -> Iterator[dict[str, Any]]:
     """All that is measured beside the run; `ours`: the seconds of one of its rounds."""
     there = device.chosen(0 if options.cpu else 1)
-    found: dict[str, Any] = {}
-    for backend in ("vmap", "loop"):
-        found[f"seconds_{backend}"] = few(options, folder / backend, backend=backend)
-    for precision in () if options.cpu else ("tf32", "bfloat16"):
-        found[f"seconds_{precision}"] = few(options, folder / precision, precision=precision)
-    found |= beside_pfl(options)
-    found["two_actors_same_bits"] = two_actors(options, folder / "actors")
-    found |= where(options, folder / "where")
     # as in a run
-    kept: AbstractContextManager[None] = nullcontext() if options.cpu else device.settings_kept()
+    kept: AbstractContextManager[None] = nullcontext() if options.cpu else device.restored()
     with kept:
         device.settle(there, 1.0)
-        found |= peaks(there) | convolutions(options, there)
+        highest = peaks(there)
+        yield highest | convolutions(options, there)
         plain = timed(PlainLoop(options, there).round, there, options.few)
-    found["operations_round"] = operations(options)
-    found["share_of_peak"] = found["operations_round"] / ours / found["peak_float32"]
-    return found | {"seconds_plain_loop": plain, "times_plain_loop": plain / ours}
+    count = operations(options)
+    share = count / ours / highest["peak_float32"]
+    yield {"operations_round": count, "share_of_peak": share}
+    yield {"seconds_plain_loop": plain, "times_plain_loop": plain / ours}
+    yield where(options, folder / "where")
+    for backend in ("vmap", "loop"):
+        yield {f"seconds_{backend}": few(options, folder / backend, backend=backend)}
+    for precision in () if options.cpu else ("tf32", "bfloat16"):
+        yield {f"seconds_{precision}": few(options, folder / precision, precision=precision)}
+    yield {"two_actors_same_bits": two_actors(options, folder / "actors")}
+    yield from beside_pfl(options)
+
+
+def shown(found: dict[str, Any]) -> str:
+    """Rows of the table."""
+    rows = []
+    for name, value in found.items():
+        text = f"{value:.6g}" if isinstance(value, float) else value
+        rows.append(f"| {name} | {text} |")
+    return "\n".join(rows)
 
 
 def main() -> None:
@@ -334,14 +342,15 @@ def main() -> None:
     passed = {} if options.cpu else {"tests": tests()}
     with tempfile.TemporaryDirectory() as folder:
         found = passed | measured(options, Path(folder) / "run")
+        if not options.json:
+            print(f"| what | measured |\n|---|---|\n{shown(found)}", flush=True)
         ours = found["seconds_round_unevaluated"] or found["seconds_round"]
-        found |= compared(options, Path(folder), ours)
+        for some in compared(options, Path(folder), ours):
+            found |= some
+            if not options.json:
+                print(shown(some), flush=True)
     if options.json:
         print(json.dumps(found))
-        return
-    print("| what | measured |\n|---|---|")
-    for name, value in found.items():
-        print(f"| {name} | {value:.6g} |" if isinstance(value, float) else f"| {name} | {value} |")
 
 
 if __name__ == "__main__":

@@ -116,7 +116,8 @@ def build(name: str) -> nn.Module:
 @torch.no_grad()
 def loss(net: nn.Module, job: Job) -> float:
     """The mean loss of the first rows."""
-    x, y = (torch.tensor(each[:LOSS_ROWS]) for each in job.arrays())
+    device = next(net.parameters()).device
+    x, y = (torch.tensor(each[:LOSS_ROWS], device=device) for each in job.arrays())
     outputs = net.eval()(x)
     by_position = outputs.shape[1:2] == y.shape[1:2]  # raydpfl's scores are [rows, length, tokens]
     return float(F.cross_entropy(outputs.mT if by_position else outputs, y))

@@ -53,7 +53,8 @@ class Told(TrainingProcessCallback):
 
 
 def users(job: Job) -> FederatedDataset:
-    x, y = (torch.from_numpy(np.array(each)) for each in job.arrays())
+    device = pytorch_ops.get_default_device()
+    x, y = (torch.from_numpy(np.array(each)).to(device) for each in job.arrays())
 
     def user(index: int) -> Dataset:
         rows = job.client(index)
