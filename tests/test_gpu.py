@@ -775,6 +775,7 @@ def test_the_benchmark_runs_a_few_rounds_on_the_cpu():
     for name in ("vmap", "loop", "plain_loop"):
         assert found[f"seconds_{name}"] > 0
     assert found["two_actors_same_bits"] is True
+    assert not any("pfl" in name for name in found)
 
 
 # A real one.

@@ -11,8 +11,8 @@ all of it as JSON:
 - the run: its seconds, those of a round (the median, and that of rounds without an evaluation),
   clients a second, the test accuracy, the GPU's peak memory, and which share of the measured peak
   of float32 products a round comes to;
-- pfl-research on the same device, where `--pfl-python` imports it: seconds of a round of
-  `compare.py`'s job, and ours in the same job;
+- pfl-research on the same device, where `--pfl-python` imports it: seconds of a round of five jobs
+  of `compare.py`, and ours in the same jobs;
 - the plain loop: a module and `torch.optim.SGD` for one client after another on the same device,
   its rows there, by the same settings of torch; and how many times its seconds ours are;
 - two client actors of half the GPU each: whether they give the bits of the inline run;
@@ -316,7 +316,7 @@ def compared(options: argparse.Namespace, folder: Path, ours: float) -> Iterator
     yield from beside_pfl(options)
 
 
-def shown(found: dict[str, Any]) -> str:
+def table_rows(found: dict[str, Any]) -> str:
     """Rows of the table."""
     rows = []
     for name, value in found.items():
@@ -343,12 +343,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = passed | measured(options, Path(folder) / "run")
         if not options.json:
-            print(f"| what | measured |\n|---|---|\n{shown(found)}", flush=True)
+            print(f"| what | measured |\n|---|---|\n{table_rows(found)}", flush=True)
         ours = found["seconds_round_unevaluated"] or found["seconds_round"]
         for some in compared(options, Path(folder), ours):
             found |= some
             if not options.json:
-                print(shown(some), flush=True)
+                print(table_rows(some), flush=True)
     if options.json:
         print(json.dumps(found))
 

@@ -180,10 +180,8 @@ def _place(name: str) -> Path | None:
         return Path(path) if path else None
     within: Sequence[str] | None = None
     spec = None
-    parts = name.split(".")
-    for (
-        part
-    ) in parts:  # by its own name alone: that of a folder without __init__.py asks its parent
+    # by its own name: by the whole one a folder without __init__.py asks for its parent module
+    for part in name.split("."):
         spec = importlib.machinery.PathFinder.find_spec(part, within)
         if spec is None:
             return None
