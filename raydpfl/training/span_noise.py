@@ -25,8 +25,9 @@ distribution that it had, and the composition over the steps, in which an observ
 step's noisy gradient, is proven for that distribution. That K, and by it the form of the drawing,
 depends on the client's data reveals nothing, as no distribution depends on it. A rule whose
 update is not linear in the gradients with fixed numbers (Adam, SAM, a schedule within a
-round), and corrections that are added to every gradient (SCAFFOLD), are for the backends that form
-z_t; and so is a method that would look at the weights between the steps. What a client keeps of its
+round) is for the backends that form z_t; and so is a method that would look at the weights between
+the steps. A client with corrections that are added to every gradient (SCAFFOLD) trains by its
+weights and draws z_t in full. What a client keeps of its
 update it may keep here.
 
 Exactness. B has its distribution whatever the rows are. K is summed in double from exact products,

@@ -28,7 +28,6 @@ from raydpfl.models.shared_and_local import ParameterSplit
 from raydpfl.models.tasks import Classification, Task
 from raydpfl.training.backends import BACKENDS, check_backend
 from raydpfl.training.backends.base import (
-    CORRECTIONS,
     Block,
     ChunkData,
     Starts,
@@ -80,8 +79,8 @@ class Trainer:
         into: where the updates are added up in place of being yielded, where the backend `threads`,
             every client has rows, and none local parameters.
 
-    It raises ValueError for stds without `clip`, for a `local` that needs corrections without them,
-    and for corrections where the backend cannot add them.
+    It raises ValueError for stds without `clip`, and for a `local` that needs corrections without
+    them.
     """
 
     def __init__(
@@ -132,8 +131,6 @@ class Trainer:
             raise ValueError("noise on a step needs gradients that are clipped per sample")
         if corrections is None and self.local.corrects:
             raise ValueError(f"{self.local.kind} needs corrections")
-        if corrections is not None and CORRECTIONS not in self._backend.can:
-            raise ValueError("this backend adds no corrections")
         clients, draws = np.asarray(clients), np.asarray(draws)
         members = clients >= 0
         sizes = np.where(members, sizes, 0)

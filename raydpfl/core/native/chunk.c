@@ -25,9 +25,9 @@ static double factor_of(const Sum *sum, double norm) {
 
 /* Clients of a chunk in training. Of all C: `x` [C, n, p], `y` [C, n], int64, or float32 [C, n,
 outputs] for squares; `sizes` [C], `index` [C, steps, batch], `batches`, `steps` and `gammas` [C];
-of noise `stds`, `clients` and `draws` [C]; `clipped` [C], an input, or NULL. Of those to
-train: `slots` [count], and where to write their `updates` [count][d], `losses`, `norms` and
-whether they are `done` [count]; with `sum`, their updates are added to it in place of that. */
+of noise `stds`, `clients` and `draws` [C]; `corrections` [C, d] and `clipped` [C], inputs, or NULL.
+Of those to train: `slots` [count], and where to write their `updates` [count][d], `losses`, `norms`
+and whether they are `done` [count]; with `sum`, their updates are added to it in place of that. */
 typedef struct {
     const Job *job;
     int64_t count;
@@ -37,6 +37,7 @@ typedef struct {
     const int64_t *sizes, *index, *batches, *steps;
     const float *gammas, *stds;
     const uint64_t *clients, *draws;
+    const float *corrections;
     double *clipped;
     float **updates;
     double *losses, *norms;
@@ -62,6 +63,7 @@ static Client client_at(const Chunk *chunk, int64_t place) {
         .b = chunk->batches[slot],
         .steps = chunk->steps[slot],
         .gamma = chunk->gammas[slot],
+        .correction = chunk->corrections ? chunk->corrections + slot * job->d : NULL,
     };
     if (job->noisy) {
         client.std = chunk->stds[slot];
@@ -139,12 +141,13 @@ Chunk *raydpfl_begin(const Job *job, int64_t count, const int64_t *slots, const 
                     const char *y, const int64_t *sizes, const int64_t *index,
                     const int64_t *batches, const int64_t *steps, const float *gammas,
                     const float *stds, const uint64_t *clients, const uint64_t *draws,
-                    double *clipped, float **updates, double *losses, double *norms,
-                    atomic_uchar *done, Sum *sum) {
+                    const float *corrections, double *clipped, float **updates, double *losses,
+                    double *norms, atomic_uchar *done, Sum *sum) {
     Chunk *chunk = job->layers > MOST ? NULL : malloc(sizeof(Chunk));
     if (!chunk) return NULL;
-    *chunk = (Chunk){job,   count,   slots, x,       y,       sizes,  index, batches, steps, gammas,
-                   stds,  clients, draws, clipped, updates, losses, norms, done,    sum};
+    *chunk = (Chunk){job,    count,   slots,   x,     y,           sizes,   index,
+                     batches, steps,  gammas,  stds,  clients,     draws,   corrections,
+                     clipped, updates, losses, norms, done,        sum};
     chunk->shared = claim_threads(train_slot, chunk);
     if (chunk->shared && sum && sum->threads < thread_pool.members)
         atomic_store(&thread_pool.members, sum->threads);

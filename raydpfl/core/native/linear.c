@@ -29,6 +29,7 @@ typedef struct {
     int64_t n, b, steps;
     float gamma, std; /* of the noise on a step; 0: none */
     uint64_t id, draw;
+    const float *correction; /* [d], added to every gradient; NULL: none */
 } Client;
 
 typedef struct {
@@ -60,6 +61,7 @@ typedef struct {
     float share, scale;     /* of what is left, and of L a_t, in what the step's noise does */
     int64_t most;                        /* rows of a client that trains in their span: n here */
     int noisy, spanned;                 /* of the client in training */
+    const float *correction;            /* likewise */
     int across; /* its first layer's weight and velocity are [inputs][padded outputs] */
 } Workspace;
 

@@ -67,6 +67,9 @@ static void step_weight(const Job *job, Workspace *ws, int64_t l, int64_t b) {
         if (layer->w_noise)
             add_scaled(moved + c * width, job->inputs[l], layer->w_noise + c * job->inputs[l],
                        job->step);
+        if (ws->correction)
+            add_scaled(moved + c * width, job->inputs[l],
+                       ws->correction + job->weights[l] + c * job->inputs[l], job->step);
         finish_step(job, layer->weight + c * width, layer->w_speed + c * width, first, width);
     }
 }
@@ -85,6 +88,7 @@ static void step_layer(const Job *job, Workspace *ws, int64_t l, int64_t b) {
     for (int64_t j = 0; j < b; j++) scale_add(ws->scratch, o, 1, layer->g + j * o, 1);
     scale_add(bias, o, job->keep, ws->scratch, job->step);
     if (layer->b_noise) add_scaled(bias, out, layer->b_noise, job->step);
+    if (ws->correction) add_scaled(bias, out, ws->correction + job->biases[l], job->step);
     if (job->proximal != 0) copy_rows(job->model + job->biases[l], 1, out, ws->scratch);
     finish_step(job, layer->bias, layer->b_speed, ws->scratch, o);
 }
@@ -168,7 +172,8 @@ static double train_one(const Job *job, Workspace *ws, const Client *client, flo
     }
     if (ws->spanned) begin_span(job, ws, x, client->n);
     ws->spanned = ws->spanned && span_products(job, ws, client->n, x);
-    ws->across = !ws->spanned && !ws->noisy && lies_across(job);
+    ws->correction = client->correction;
+    ws->across = !ws->spanned && !ws->noisy && !ws->correction && lies_across(job);
     begin_layers(job, ws);
     const float *responses = job->responses + job->steps - client->steps;
     const double *lengths = job->lengths + job->steps - client->steps;

@@ -35,8 +35,9 @@ INLINE int lies_across(const Job *job) {
 }
 
 /* Whether a client's first layer takes less time in the span of its rows, with the noise on its
-steps, than by its weights. */
+steps, than by its weights. A correction of its gradients is not in that span. */
 static int span_pays(const Job *job, const Client *client) {
+    if (client->correction) return 0;
     int64_t n = client->n;
     int64_t o = job->outputs[0];
     int64_t steps = client->steps;

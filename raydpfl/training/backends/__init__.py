@@ -76,8 +76,6 @@ def lacking(
         base.LOCAL_BUFFERS: split is not None and split.buffers,
         base.BFLOAT16: precision == "bfloat16",
         base.UNCLIPPED: clip is None,
-        base.CLIPPED: clip is not None,
-        base.CORRECTIONS: local.corrects,
         base.TRAIN: local.trains,
         base.PERTURBED: local.perturbs and clip is None,
         f"{base.PERTURBED}, clipped": local.perturbs and clip is not None,

@@ -436,14 +436,12 @@ def clip_factors(norms: torch.Tensor, bound: float) -> torch.Tensor:
 LOCAL_PARAMETERS = "local parameters of clients"
 LOCAL_BUFFERS = "local buffers of clients"
 BFLOAT16 = "products in bfloat16"
-CLIPPED = "clipping of each sample"
 UNCLIPPED = "samples that are not clipped"
-CORRECTIONS = "corrections of the gradients"
 TRAIN = "a user-defined train"
 PERTURBED = "a second gradient in a step"
 ANY_RULE = "a rule that is not linear"
 
-ALL = {LOCAL_PARAMETERS, BFLOAT16, CLIPPED, UNCLIPPED, CORRECTIONS, PERTURBED, ANY_RULE}
+ALL = {LOCAL_PARAMETERS, BFLOAT16, UNCLIPPED, PERTURBED, ANY_RULE}
 
 
 class Backend:

@@ -18,8 +18,8 @@ where learning rate, weight decay, momentum and the proximal term give the numbe
 (`raydpfl.training.span_noise.responses`). Momentum keeps a second Z, the velocity's outputs. A
 proximal term mu keeps the first Z, Z_0: its gradient mu (W - W_0) gives mu (Z - Z_0), for the
 outputs are linear in W and b. Noise on the steps is drawn in that span too
-(`raydpfl.training.span_noise`). Any other client trains the first layer as the later ones, by its
-weights.
+(`raydpfl.training.span_noise`). Any other client, and one whose gradients are corrected (SCAFFOLD),
+trains the first layer as the later ones, by its weights.
 
 What a client gets depends on its own rows and batches alone, so threads take up one client after
 another, and all of a client's arrays stay in the cache. Where the factors of a bounding have a
@@ -48,7 +48,6 @@ from raydpfl.methods.local.base import Local
 from raydpfl.models.linear_stack import RELU, SIGMOID, TANH, Layer, NoStack, stack
 from raydpfl.models.tasks import Task
 from raydpfl.training.backends.base import (
-    CLIPPED,
     UNCLIPPED,
     Backend,
     Block,
@@ -103,7 +102,7 @@ class Compiled(Backend):
     between them, and where nothing can be compiled.
     """
 
-    can = frozenset({CLIPPED, UNCLIPPED})
+    can = frozenset({UNCLIPPED})
     threads = True
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
@@ -158,11 +157,12 @@ class Compiled(Backend):
         gammas = np.array(shrinks, np.float32)[chunk.steps]
         of_chunk = (chunk.x.numpy(), chunk.y.numpy(), chunk.sizes, chunk.index, chunk.batch_sizes)
         arrays = [*map(np.ascontiguousarray, (*of_chunk, chunk.steps, gammas, *drawn_by))]
+        corrections = None if chunk.corrections is None else chunk.corrections.contiguous().numpy()
         clipped = None if chunk.clip is None else chunk.clipped
         d = parameters.numel()
         most = BLOCK if chunk.into is None else min(ADDED, OVERLAP * d)
         blocks = [slots for _, slots in chunk.blocks(d, most)]
-        training = _Training(job, blocks, (*arrays, clipped), shared)
+        training = _Training(job, blocks, (*arrays, corrections, clipped), shared)
         yield from training.separate() if chunk.into is None else training.added(chunk.into)
 
     def noises(self, noise: StepNoise, x: np.ndarray, steps: int, lr: float) -> np.ndarray:

@@ -29,8 +29,6 @@ from raydpfl.models.tasks import Task
 from raydpfl.models.tasks.base import Closed
 from raydpfl.training.backends.base import (
     ANY_RULE,
-    CLIPPED,
-    CORRECTIONS,
     LOST,
     UNCLIPPED,
     Backend,
@@ -341,7 +339,7 @@ def _target(y: torch.Tensor, outputs: int) -> torch.Tensor:
 class Fused(Backend):
     """See the module. Raises `NoStack` for what is no stack of linear layers."""
 
-    can = frozenset({CLIPPED, UNCLIPPED, CORRECTIONS, ANY_RULE})
+    can = frozenset({UNCLIPPED, ANY_RULE})
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
