@@ -4,9 +4,10 @@
 
 copies the tables, the figures and the summary of these directories to `experiments/ID`
 (`experiments/ID-paper` where they ran at the paper's size), in place of earlier ones. Then
-`experiments/PAPER/README.md` is written, of every paper, from what lies there and from the files of
-the studies: no number and no verdict in it is written by hand. So is the end of
-`experiments/README.md`, the state of every table, figure, claim and theorem (`items.csv`).
+`experiments/PAPER/README.md` is written, of every paper and of other simulators, from what lies
+there and from the files of the studies: no number and no verdict in it is written by hand. So is
+the end of `experiments/README.md`, the state of every table, figure, claim and theorem
+(`items.csv`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ PAPERS = {
         "Chen, Ding, Bao, Zhou and Jin, *Differentially Private Federated Learning on Non-iid "
         "Data: Convergence Analysis and Adaptive Optimization* (2024). By `paper` DPNFL and "
         "AdDPNFL have noise by tCDP and the baselines by RDP; by `true` all have exact accounting "
-        "at the same epsilon.",
+        "at the same epsilon. Clients for whom a condition of tCDP fails, as after one or two "
+        "participations, have noise by exact accounting in either.",
     ),
     "003": (
         "personal privacy budgets and privacy-aware selection",
@@ -51,7 +53,14 @@ PAPERS = {
         "Learning* (2026). By `paper` noise is the paper's sigma_k; by `true` exact accounting at "
         "the same budgets.",
     ),
+    "simulators": (
+        "workloads of other simulators",
+        "What the field's simulators publish about themselves, and two comparisons from their "
+        "papers, on data that are here: the same clients, cohorts, batches, rates and nets. "
+        "`docs/simulators.md` has their numbers beside ours.",
+    ),
 }
+STUDIES = builtin.paths() | {"simulators/shakespeare": ROOT / "studies" / "shakespeare.yaml"}
 PROTOCOL = (
     "Everything below is written by `python experiments/readmes.py` from the tables in the folders "
     "of the studies. Values are chosen by the tuning seeds, means are of the final seeds; a "
@@ -62,8 +71,9 @@ PROTOCOL = (
 MARK = "## What was found"
 STATES = (
     "`small` and `paper`: a table of that scale lies here. `smoke`: the study runs in the tests, "
-    "at a size that says nothing of the claim. `test`: an accountant, a formula or a solver that a "
-    "test holds to the paper. `python experiments/readmes.py` writes the table."
+    "at a size that says nothing of the claim. `not run`: it is of the scale `paper` alone. "
+    "`test`: an accountant, a formula or a solver that a test holds to the paper. "
+    "`python experiments/readmes.py` writes the table."
 )
 
 
@@ -85,8 +95,11 @@ def copy_results(folder: Path) -> None:
 def readme(paper: str) -> str:
     """The README of a paper."""
     title, about = PAPERS[paper]
-    ids = [name for name in builtin.paths() if name.startswith(paper)]
-    rows = ["| study | answers | run here | claims that hold | command |", "|---|---|---|---|---|"]
+    ids = [name for name in STUDIES if name.startswith(paper)]
+    rows = [
+        "| study | also found as | run here | claims that hold | command |",
+        "|---|---|---|---|---|",
+    ]
     rows += [_row(name, folder) for name in ids for folder in _folders(name) or [None]]
     sections = [_section(name, folder) for name in ids for folder in _folders(name)]
     return "\n\n".join([f"# {paper}: {title}", about, PROTOCOL, "\n".join(rows), *sections]) + "\n"
@@ -105,9 +118,10 @@ def _summary(folder: Path) -> dict[str, Any]:
 def _row(name: str, folder: Path | None) -> str:
     summary = _summary(folder) if folder else {}
     scale = summary.get("scale", "not run")
-    held = _verdicts(summary) if folder else ""
-    answers = ", ".join(builtin.header(builtin.find(name)).get("answers", ()))
-    command = f"`raydpfl reproduce {name} --scale {scale if folder else 'small'}`"
+    held = _verdicts(summary) if summary.get("claims") else ""
+    answers = ", ".join(builtin.header(STUDIES[name]).get("answers", ()))
+    file = name if name in builtin.paths() else f"experiments/{STUDIES[name].relative_to(ROOT)}"
+    command = f"`raydpfl reproduce {file} --scale {scale if folder else 'small'}`"
     linked = f"[{name}]({folder.name})" if folder else name
     return f"| {linked} | {answers} | {scale} | {held} | {command} |"
 
@@ -122,7 +136,7 @@ def _verdicts(summary: dict[str, Any]) -> str:
 def _section(name: str, folder: Path) -> str:
     """The section of a study at one scale: its claims, tables and figures."""
     summary = _summary(folder)
-    about = builtin.header(builtin.find(name))
+    about = builtin.header(STUDIES[name])
     parts = [f"## {name}: {about['title']}"]
     if summary["scale"] == "paper":
         parts = [f"## {name} at the paper's size"]
@@ -180,7 +194,7 @@ def items() -> str:
     with (ROOT / "items.csv").open(newline="") as file:
         for item in csv.DictReader(file):
             where = item["where"]
-            study = bool(where) and not where.endswith(".py")
+            study = bool(where) and ".py" not in where
             state = _state(where, item["label"]) if study else "test" if where else "missing"
             command = f"`raydpfl reproduce {where}`" if study else where and f"`pytest {where}`"
             cells = (item["paper"], item["item"], command, state, item["note"])
@@ -189,9 +203,12 @@ def items() -> str:
 
 
 def _state(name: str, label: str) -> str:
-    """The scales at which a study lies here with this label; `smoke` where it does not."""
+    """The scales at which a study lies here with this label; else whether the tests run it."""
     shown = [folder for folder in _folders(name) if not label or label in _labels(folder)]
-    return ", ".join(_summary(folder)["scale"] for folder in shown) or "smoke"
+    if shown:
+        return ", ".join(_summary(folder)["scale"] for folder in shown)
+    smoke = {text for cell in Study.named(name, "smoke").cells for text in cell.labels.values()}
+    return "smoke" if not label or label in smoke else "not run"
 
 
 @functools.cache
@@ -205,11 +222,11 @@ def overview() -> str:
     lines = []
     for paper, (title, _) in PAPERS.items():
         lines.append(f"- [{paper}]({paper}/README.md), {title}:")
-        ids = [name for name in builtin.paths() if name.startswith(paper)]
+        ids = [name for name in STUDIES if name.startswith(paper)]
         for study, folder in ((name, folder) for name in ids for folder in _folders(name)):
             summary = _summary(folder)
             if summary["claims"]:
-                title = builtin.header(builtin.find(study))["title"]
+                title = builtin.header(STUDIES[study])["title"]
                 if summary["scale"] == "paper":
                     title = "at the paper's size"
                 lines.append(f"    - `{study}`, {title}. Claims that hold: {_verdicts(summary)}.")

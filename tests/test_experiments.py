@@ -12,8 +12,8 @@ from raydpfl.simulation.provenance import COMPILED
 from raydpfl.sweep.study import builtin
 
 ROOT = Path(__file__).parent.parent / "experiments"
-TABLES = sorted(ROOT.glob("0*/*/*.md"))
-CLAIMS = sorted(ROOT.glob("0*/*/claims.csv"))
+TABLES = sorted([*ROOT.glob("0*/*/*.md"), *ROOT.glob("simulators/*/*.md")])
+CLAIMS = sorted([*ROOT.glob("0*/*/claims.csv"), *ROOT.glob("simulators/*/claims.csv")])
 
 
 def test_every_committed_table_was_computed_by_the_noise_of_now():
@@ -37,6 +37,9 @@ def test_the_readmes_are_written_from_the_tables_that_lie_there(monkeypatch):
     front = (ROOT / "README.md").read_text()
     assert front == readmes.front(front)
     assert readmes.items().count("\n") == 80  # two lines of the head, and 79 items
+    for where in re.findall(r"`pytest (\S+)`", readmes.items()):
+        file, _, name = where.partition("::")
+        assert f"def {name}(" in (ROOT.parent / file).read_text(), where
 
 
 def test_every_committed_claim_is_one_of_its_studys_file():

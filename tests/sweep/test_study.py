@@ -520,9 +520,10 @@ def test_the_verdict_on_a_claim_is_computed_from_paired_differences(
     assert (claim["cells"], claim["seeds"], claim["level"]) == (1, 3, 0.975)
 
 
-def test_a_claim_over_several_cells_does_not_hold_where_one_is_reversed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_claim_is_not_resolved_where_a_cell_shows_the_opposite(sign, tmp_path, monkeypatch):
     def score(run):
-        gain = {20: 0.3, 40: -0.1}[run.data.clients]
+        gain = sign * {20: 0.3, 40: -0.1}[run.data.clients]
         return 0.5 + run.seed / 1000 + (gain if run.bounding.kind == "clip" else 0)
 
     scored(monkeypatch, score)
@@ -536,9 +537,10 @@ def test_a_claim_over_several_cells_does_not_hold_where_one_is_reversed(tmp_path
     play(runner, 0)
     claim, drop = runner.gather(over=True).summary["claims"]
     counts = [claim[name] for name in ("cells", "holds", "reversed")]
-    assert claim["difference"] == pytest.approx(0.1) and counts == [2, 1, 1]
+    assert claim["difference"] == pytest.approx(sign * 0.1) and counts == [2, 1, 1]
     assert claim["verdict"] == "not resolved"
-    assert drop["difference"] == pytest.approx(0.4) and drop["verdict"] == "holds"
+    assert drop["difference"] == pytest.approx(sign * 0.4)
+    assert drop["verdict"] == ("holds" if sign > 0 else "reversed")
 
 
 def test_a_claim_is_not_run_where_none_of_its_cells_is(tmp_path, monkeypatch):

@@ -3,9 +3,9 @@
 A claim is an item of `study.claims`: `larger` and `smaller` are labels of cells (of any axes), or
 lists of them, whose numbers `of` are added; `at` the labels at which it is claimed. The difference
 of the two is taken seed by seed and averaged over the labels of all other axes. It `holds` if its
-interval lies above `by` (or within +-`within`) and in no single cell below, is `reversed` if it
-lies below (or beyond), and else is `not resolved`. Levels are corrected for the number of claims
-(Bonferroni), and of single cells for theirs too.
+interval lies above `by` (or within +-`within`), is `reversed` if it lies below (or beyond), and is
+`not resolved` else, or where a single cell shows the opposite. Levels are corrected for the number
+of claims (Bonferroni), and of single cells for theirs too.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _verdict(claim: Claim, cells: Sequence[SeedValues], tested: int) -> dict[str
     mean = total([(1 / len(cells), each) for each in cells])
     single = [_outcome(claim, each, 1 - LEVEL / tested / len(cells)) for each in cells]
     outcome = _outcome(claim, mean, level)
-    if outcome == "holds" and "reversed" in single:
+    if {outcome, *single} >= {"holds", "reversed"}:
         outcome = "not resolved"
     spread = mean.spread()
     half = spread.half_width(level)
