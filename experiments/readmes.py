@@ -66,7 +66,8 @@ PROTOCOL = (
     "of the studies. Values are chosen by the tuning seeds, means are of the final seeds; a "
     "plus-minus is half of the 95 % interval in which the mean of a repetition with other seeds "
     "falls, tuning included; verdicts are computed (`docs/studies.md`). A claim is *not run* where "
-    "the scale leaves its cells out."
+    "the scale leaves its cells out. Bands and bars of figures are one sample standard deviation "
+    "over the final seeds, without tuning."
 )
 MARK = "## What was found"
 STATES = (

@@ -60,8 +60,11 @@ QUANTITIES = {
         Quantity("angle_p50", "median", "degrees"),
         Quantity("angle_p90", "90 % quantile", "degrees"),
         Quantity("alpha_mean", "mean of alpha"),
-        Quantity("bias_within", "within clients"),
-        Quantity("bias_across", "across clients"),
+        Quantity("bias_within", "bias within clients"),
+        Quantity("bias_across", "bias across clients"),
+        Quantity("theorem_bound", "bound of the theorem", wide=True),
+        Quantity("theorem_error", "error that it bounds", wide=True),
+        Quantity("theorem_ratio", "error / bound", wide=True),
         Quantity("update_norm", "norm of the mean update", wide=True),
         Quantity("epsilon", "epsilon that holds", wide=True),
         Quantity("probability", "probability of selection", percent=True),
@@ -81,6 +84,9 @@ def quantity(name: str) -> Quantity:
         inner = quantity(name.removeprefix("best_"))
         return replace(inner, name=name, words=f"best {inner.words}")
     whole, dot, part = name.partition(".")
+    if whole == "rounds" and dot:
+        inner = quantity(part)
+        return replace(inner, name=name, words=f"{inner.words}, mean over the rounds")
     if dot:
         outer = quantity(whole)
         return replace(outer, name=name, words=f"{outer.words}: {part.replace('_', ' ')}")
