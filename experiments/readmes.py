@@ -176,6 +176,10 @@ def _facts(folder: Path, summary: dict[str, Any]) -> str:
         edges = sum(bool(row["at an edge"]) for row in rows)
         text += f" Of {len(rows)} choices {edges} have a value at an end of their grids after these"
         text += f" grew ([tuning]({folder.name}/tuning.md))."
+    tuning = summary["tuning"]
+    if tuning and not tuning["equal"]:
+        tried = [f"{arm} {least} to {most}" for arm, (least, most) in tuning["settings"].items()]
+        text += f" Settings tried in a cell, as arms have values of their own: {', '.join(tried)}."
     return text
 
 
