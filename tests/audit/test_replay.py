@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -608,6 +609,81 @@ def test_what_no_statistic_of_sums_sees_is_noticed(control, change, monkeypatch)
     control(monkeypatch)
     done = replay(small(**change))
     assert not done.passed and done.verdict.startswith("What ran is not what was accounted for")
+
+
+# ---- in late rounds, and of few lengths ----
+
+LATE = {**SERVER, "rounds": 20, "selection": {"kind": "uniform", "cohort": 4}}
+
+
+def late(control):
+    """Breaks a mechanism from round 15 on, of methods whose first argument is the round."""
+
+    def control_late(patch):
+        def from_then_on(owner, name, broken):
+            sound = getattr(owner, name)
+            patch.setattr(
+                owner, name, lambda self, t, *of: (broken if t >= 15 else sound)(self, t, *of)
+            )
+
+        control(SimpleNamespace(setattr=from_then_on))
+
+    return control_late
+
+
+def bounded_beyond(most):
+    """Updates longer than the bound are sent as they are, if they are no longer than `most`."""
+    return after(
+        Contribution,
+        "bounded",
+        lambda factors, self, state, slots, norms: np.where(
+            (norms > state.work.bound) & (norms <= most * state.work.bound), 1.0, factors
+        ),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "control",
+    [
+        late(the_server_steps_by_the_exact_sum),
+        late(the_mean_over_those_who_moved),
+        late(noise_that_grows_a_little_with_the_sum),
+        *map(bounded_beyond, (1.5, 3.0, 8.0)),
+    ],
+)
+def test_what_breaks_late_or_for_few_lengths_is_noticed(control, monkeypatch):
+    control(monkeypatch)
+    assert not replay(small(**LATE)).passed
+
+
+@pytest.mark.slow
+def test_sound_rounds_are_all_compared():
+    done = replay(small(**LATE))
+    assert done.passed and done.unseen == ()
+
+
+@pytest.mark.slow
+def test_rounds_in_which_no_client_differs_are_named():
+    """Whoever keeps a state differs in all rounds, and is not in all of them."""
+    state = {"bounding": {"kind": "alpha_norm_ec", "bound": 0.3}}
+    done = replay(small(**{**TINY, **LATE, **state}))
+    assert done.passed and "rounds in which no client differs (4, 7, " in done.verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["norm <= 1.5 * bound", "norm < bound or 3.2 < norm / bound < 4"])
+def test_a_bounding_of_ones_own_that_lets_some_lengths_pass_is_noticed(
+    place, tmp_path, monkeypatch
+):
+    (tmp_path / "mine.py").write_text(
+        "from raydpfl.methods.bounding import Bounding\n\n\n"
+        "class Slack(Bounding):\n    bound: float = 1.0\n\n"
+        f"    def factor(self, norm, bound):\n        return 1.0 if {place} else bound / norm\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    done = replay(small(**{**TINY, **SERVER, "bounding": {"kind": "mine:Slack", "bound": 1.0}}))
+    assert "factors" in test_audit.failed(done)
 
 
 BROKEN = [

@@ -1,11 +1,12 @@
 """A replay: the same rounds on neighbouring populations, under the same keys.
 
 Each world is a run of the experiment itself, in this process, in which all clients send what an
-adversary would: far beyond the bound, the largest numbers, NaN, infinity, denormals, nothing. A
-neighbouring world differs in one client, the victim: it sends something else, or nothing, or is not
-there. The noise is the same, as its keys are. What is released in a round of the first world is
-taken up in all others, so that every round is compared given one history, as the composition of
-rounds has it. So nothing may differ but
+adversary would: far beyond the bound and around it, the largest numbers, NaN, infinity, denormals,
+nothing. A neighbouring world differs in one client, the victim: it sends something else, or
+nothing, or is not there. Where clients keep nothing, the victim may be another in every round. The
+noise is the same, as its keys are. What is released in a round of the first world is taken up in
+all others, so that every round is compared given one history, as the composition of rounds has it.
+So nothing may differ but
 
 - each released sum, by no more than the sensitivity that the mechanism declares, and all sums of a
   round together, in stds of their noise, by no more than `Mechanism.mu`;
@@ -36,6 +37,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,6 +55,8 @@ from raydpfl.audit.replay.adversaries import (
 from raydpfl.audit.replay.record import Neighbour, mechanism_of
 from raydpfl.audit.replay.training import TrainingWorld
 from raydpfl.audit.replay.world import World
+from raydpfl.check import bounding
+from raydpfl.check.contract import looked_at
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.simulation.plan import Plan
@@ -60,7 +64,7 @@ from raydpfl.simulation.resolution import resolve
 
 VICTIMS = 2
 TRAINED = 2  # rounds in which clients train
-NEIGHBOURS = 12  # rounds of a neighbouring world at most
+NEIGHBOURS = 12  # rounds of a neighbouring world at most, where clients take no turns
 CANARIES = 200  # samples, where noise is drawn at local steps
 WORK = 2e8  # as `LESS`, of the first world
 
@@ -177,10 +181,15 @@ def _rounds(plan: Plan, work: float, least: int) -> int:
 def _worlds(plan: Plan, on_world: Callable[[int, int], None]) -> list[World]:
     """All worlds, the first of each kind before its neighbours. With noise at local steps, whose
     sums are in no adversary's hands, those alone in which clients train.
+
+    All rounds of the first world of adversaries are compared with a neighbour. Where clients keep
+    nothing from one round to the next, another of them may differ in every round; else the same
+    does in all.
     """
-    few = min(_rounds(plan, LESS, 2), NEIGHBOURS)
-    if plan.individual:  # budgets run out in later rounds
-        few = _rounds(plan, WORK, 2)
+    few, many = min(_rounds(plan, LESS, 2), NEIGHBOURS), _rounds(plan, WORK, 2)
+    kept = bool(plan.experiment.stateful or plan.individual)  # budgets run out in later rounds
+    if kept:
+        few = many
     victims = _victims(plan, few)
     planted = ClientCanaries(plan.experiment.seed, plan.d, np.unique(victims), False)
     adversaries = partial(AdversaryWorld, canaries=planted)
@@ -192,10 +201,11 @@ def _worlds(plan: Plan, on_world: Callable[[int, int], None]) -> list[World]:
         cases = (False, 1), (True, 0), (False, 5)
         neighbours = [Neighbour(victims[0], *case) for case in cases]
         neighbours += [Neighbour(victim, *case) for victim in victims[1:] for case in cases[:2]]
+        neighbours += [Neighbour(-1, *case, in_turn=True) for case in cases if not kept]
         everyone = partial(EveryoneWorld, canaries=planted)
         kinds = [
-            (adversaries, _rounds(plan, WORK, 2), few, neighbours),
-            (everyone, 1, 0, []),
+            (adversaries, many, few, neighbours),
+            (everyone, min(2, plan.experiment.rounds), 0, []),
             *kinds,
         ]
     of = sum(1 + len(neighbours) for *_, neighbours in kinds)
@@ -203,7 +213,8 @@ def _worlds(plan: Plan, on_world: Callable[[int, int], None]) -> list[World]:
     for kind, rounds, less, neighbours in kinds:
         first: World | None = None
         for neighbour in (None, *neighbours):
-            most = rounds if first is None else min(less, len(first.records))
+            most = rounds if neighbour is None or neighbour.in_turn else less
+            most = most if first is None else min(most, len(first.records))
             with tempfile.TemporaryDirectory(prefix="raydpfl-replay-") as out:
                 world = kind(plan, out, neighbour, first)
                 world.carry_out(most)
@@ -276,15 +287,20 @@ def _verdict(
     for world in worlds:
         results += world.checks() if isinstance(world, EveryoneWorld) and not world.broken else []
     results += of_steps[0]
+    factors = looked_at(bounding.bound, SimpleNamespace(member=plan.experiment.bounding))
+    if factors is not None and plan.experiment.bounding.initial_bound is not None:
+        results.append(Check("factors", bool(factors.kept), factors.finding))
     left = plan.experiment.rounds - len(first.records)
     if left:
         unseen.append(f"the last {left} rounds" + (f" ({first.ended})" if first.ended else ""))
-    compared = max((len(world.records) for world in worlds if world.neighbour), default=0)
-    if plan.individual and compared < plan.experiment.rounds:
-        unseen.append(f"clients' own budgets after round {compared}")
+    compared = set().union(*(world.compared for world in worlds if world.first is first))
+    alone = sorted({*range(len(first.records))} - compared)
+    if alone:
+        more = f" and {len(alone) - 20} more" if len(alone) > 20 else ""
+        unseen.append(f"rounds in which no client differs ({str(alone[:20])[1:-1]}{more})")
     words = tuple(
         f"{'adversaries' if isinstance(world, AdversaryWorld) else 'clients that train'}, "
-        f"{world.neighbour or 'the first world'}, {len(world.records)} rounds"
+        f"{world.words}, {len(world.records)} rounds"
         for world in worlds
     )
     return Replay(results, words, len(first.records), plan.experiment.seed, tuple(unseen))

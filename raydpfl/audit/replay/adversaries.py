@@ -36,6 +36,7 @@ OVERHEAD = 20_000
 # what a client with state may send at most: its state is float32, and so is its square
 WITH_STATE = 1e15
 SENT = ("far", "opposite", "tiny", "largest", "spike", "denormal", "NaN", "nothing", "infinite")
+LENGTHS = (0.5, 0.999, 1.001, 1.1, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)  # in bounds, of other updates
 
 
 class AdversaryWorld(World, ClientCanaryRun):
@@ -43,8 +44,17 @@ class AdversaryWorld(World, ClientCanaryRun):
 
     def plant(self, actor: ClientActor) -> None:
         """See `CanaryRun.plant`: losses and scores are of other rows too."""
-        if self.neighbour is not None:
+        if self.neighbour is not None and not self.neighbour.in_turn:
             actor.shards.reader = VictimRows(actor.shards.reader, self.neighbour.victim, -1e4)
+
+    def select(self, t: int) -> Cohort:
+        """See `Coordinator.select`. One client of the cohort, if any, has its turn."""
+        cohort = super().select(t)
+        clients = cohort.clients.tolist()
+        if self.neighbour is None and clients:
+            far = [client for client in clients if self._what(client, t) == "far"] or clients
+            self.records[t].turn = far[t % len(far)]
+        return cohort
 
     def blocks(self, contribution: Contribution, state: ChunkRound) -> Iterator[Block]:
         """See `CanaryRun.blocks`."""
@@ -52,34 +62,44 @@ class AdversaryWorld(World, ClientCanaryRun):
             client = int(state.chunk.members[slots[0]])
             what = self._what(client, state.work.t)
             updates = self._updates(what, client, state, slots, contribution.device)
-            loss = math.nan if what == "NaN" else 10.0 ** (SENT.index(what) - 2)
-            yield Block(slots, updates, np.full(1, loss))
+            loss = 10.0 ** (SENT.index(what) - 2) if isinstance(what, str) else what
+            yield Block(slots, updates, np.full(1, math.nan if what == "NaN" else loss))
 
-    def _what(self, client: int, t: int) -> str:
-        """What a client sends in a round; victims of the first world go as far as they can."""
-        if client not in self.canaries.places:
-            turn = client + t
-            return "far" if turn % 2 else SENT[turn // 2 % len(SENT)]
+    def _what(self, client: int, t: int) -> str | float:
+        """What a client sends in a round, or how long, in bounds; victims of the first world go as
+        far as they can, and do anything else in a neighbouring one.
+        """
         neighbour = self.neighbour
-        if neighbour is None or client != neighbour.victim:
+        if neighbour is not None and client == neighbour.victim:
+            place = 1 + (neighbour.first - 1 + t) % (len(SENT) - 1)
+            return "nothing" if neighbour.absent else SENT[place]
+        turn = client + t
+        if client in self.canaries.places or turn % 2:
             return "far"
-        return "nothing" if neighbour.absent else SENT[(neighbour.first + t) % len(SENT)]
+        return (*SENT, *LENGTHS)[turn // 2 % (len(SENT) + len(LENGTHS))]
 
     def _updates(
-        self, what: str, client: int, state: ChunkRound, slots: np.ndarray, device: torch.device
+        self,
+        what: str | float,
+        client: int,
+        state: ChunkRound,
+        slots: np.ndarray,
+        device: torch.device,
     ) -> torch.Tensor:
         """A client's update, float32 [1, d]."""
         d = self.plan.d
+        bounding = self.experiment.bounding
         most = LARGEST if self.experiment.stateful is None else WITH_STATE
         far = FAR * (self._bound + self._client_std / self.plan.weight)
-        far += self.experiment.bounding.far
+        far += bounding.far
         direction = normals(self.experiment.seed, Purpose.CANARY, d, client=client)
         direction /= torch.linalg.vector_norm(direction, dtype=torch.float64).float()
         sizes = {"far": far, "opposite": -far, "tiny": 1e-3 * self._bound, "nothing": 0.0}
-        if what in sizes:
-            vectors = (direction * sizes[what]).to(device)[None]
-            view = state.view("bounding", slots)
-            return self.experiment.bounding.invert(vectors, view).float()
+        if what in sizes or isinstance(what, float):
+            unit = float(torch.linalg.vector_norm(direction, bounding.order))
+            size = what * self._bound / unit if isinstance(what, float) else sizes[what]
+            vectors = (direction * size).to(device)[None]
+            return bounding.invert(vectors, state.view("bounding", slots)).float()
         updates = torch.zeros(1, d)
         spike = (client + state.work.t) % d
         if what == "largest":
@@ -100,7 +120,8 @@ class AdversaryWorld(World, ClientCanaryRun):
             super().sent(state, block, vector)
         else:
             self._sum += sent
-        if client in self.canaries.places:
+        turn = (self.first or self).records[work.t].turn
+        if client in self.canaries.places or client == turn:
             by_victim = self.records[work.t].sent
             by_victim[client] = by_victim.get(client, 0.0) + sent
         if self.neighbour is not None:
@@ -195,8 +216,8 @@ class AdversaryWorld(World, ClientCanaryRun):
 
 
 class EveryoneWorld(AdversaryWorld):
-    """A world of one round in which every client takes part, whatever the cohort, and goes as far
-    as it can.
+    """A world of two rounds in which every client takes part, whatever the cohort. In the first it
+    goes as far as it can, in the second their updates have all lengths around the bound.
     """
 
     def select(self, t: int) -> Cohort:
@@ -204,8 +225,9 @@ class EveryoneWorld(AdversaryWorld):
         able = int(LESS / (self.plan.d + OVERHEAD))
         return Cohort.of(np.arange(min(len(self.plan.population), max(1, able))))
 
-    def _what(self, client: int, t: int) -> str:
-        return "far"
+    def _what(self, client: int, t: int) -> str | float:
+        low, high = LENGTHS[0], LENGTHS[-1]
+        return low * (high / low) ** (client / len(self.plan.population)) if t else "far"
 
     def finished(self) -> None:
         """See `CanaryRun.finished`."""

@@ -16,15 +16,18 @@ from raydpfl.simulation.plan import Plan
 @dataclass(frozen=True)
 class Neighbour:
     """How a neighbouring world differs from the first: in this client, which sends something else,
-    or is `absent`. `first` is the place in `SENT` of what it sends in round 0.
+    or is `absent`. `first` is the place in `SENT` of what it sends in round 0. `in_turn`: in every
+    round in another client, `RoundRecord.turn`, -1 before the first.
     """
 
     victim: int
     absent: bool = False
     first: int = 1
+    in_turn: bool = False
 
     def __str__(self) -> str:
-        return f"client {self.victim} {'absent' if self.absent else 'replaced'}"
+        who = f"client {self.victim}" if self.victim >= 0 else "a client of each cohort"
+        return f"{who} {'absent' if self.absent else 'replaced'}"
 
 
 @dataclass
@@ -34,6 +37,7 @@ class RoundRecord:
     # what must be the same in all worlds, by what it is in words
     flow: dict[str, Any] = field(default_factory=dict)
     cohort: Cohort | None = None
+    turn: int = 0  # the client of the first world's cohort that differs where clients take turns
     bound: float | None = None
     sent: dict[int, np.ndarray] = field(default_factory=dict)  # by victim, of all its draws
     total: np.ndarray | None = None  # as it is added up: of integers in steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,12 +34,14 @@ class World(CanaryRun):
     ):
         super().__init__(plan, out, **more)
         self.neighbour = neighbour
+        self.words = str(neighbour or "the first world")
         self.first = first
         self.records: list[RoundRecord] = []
         self.moves: list[str] = []
         self.faults: list[str] = []
         self.ended = ""  # why it ended before its last round, in words
         self.broken = False  # whether a round of it failed
+        self.compared: set[int] = set()  # rounds that the victim takes part in
         # of how far all sums have moved by the victim, in stds of their noise
         self._squares = 0.0
 
@@ -59,7 +62,9 @@ class World(CanaryRun):
         """The first rounds, fewer where the run itself ends."""
         try:
             self.start()
-            for _ in range(rounds):
+            for t in range(rounds):
+                if self.first is not None and self.neighbour and self.neighbour.in_turn:
+                    self.neighbour = replace(self.neighbour, victim=self.first.records[t].turn)
                 self.records.append(RoundRecord())
                 self.round()
                 self._done()
@@ -102,7 +107,9 @@ class World(CanaryRun):
             self._compare(t, self.records[t], self.first.records[t])
 
     def _compare(self, t: int, here: RoundRecord, there: RoundRecord) -> None:
-        assert self.neighbour is not None
+        assert self.neighbour is not None and there.cohort is not None
+        if not len(there.cohort) or self.neighbour.victim in there.cohort.clients:
+            self.compared.add(t)
         for what, value in here.flow.items():
             if value != there.flow.get(what):
                 self.faults.append(f"with {self.neighbour}, {what} of round {t} differs")
