@@ -264,6 +264,23 @@ def test_every_combination_is_answered_or_refused_with_one_that_is_answered(samp
 ALL_THREE = {"accountants": ["pld", "rdp", "paper"]}
 
 
+@pytest.mark.parametrize(
+    ("unit", "given"),
+    [
+        ("sample", {**LOCAL["Poisson"], "relation": "add_remove", "participations": 1}),
+        ("client", {**SMALLER, "rounds": 50, "relation": "add_remove", "colluders": 5}),
+    ],
+)
+def test_no_number_is_split_in_eighty_columns(unit, given):
+    found = calculator.from_options(unit, **given, noise_multiplier=2.0)
+    lines = shown(found, width=80).splitlines()
+    assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
+    words = " ".join(lines).split()
+    for one in (answer.guarantee for answer in found.answers):
+        if math.isfinite(one.epsilon):
+            assert f"{one.epsilon:.4g}{'*' * bool(one.conditions_failed)}" in words
+
+
 def test_a_config_is_answered_as_its_run_reports(tmp_path):
     noise = {"kind": "gaussian", "epsilon": 9.0, "delta": 1e-5}
     asked = experiment(noise=noise, bounding={"bound": 0.5}, privacy=ALL_THREE)
