@@ -25,7 +25,7 @@ from rich.text import Text
 
 from raydpfl import storage
 from raydpfl.cli import completion
-from raydpfl.cli.wrong_command import directed
+from raydpfl.cli.wrong_command import directed, what
 from raydpfl.core import signals
 from raydpfl.errors import ConfigError, RunError, brief, exited, frames_of_user, traceback_text
 
@@ -417,7 +417,8 @@ def show(
 
 
 ASKED = (
-    "A config, or the directory of a run, to answer for, or several: what they spend together; "
+    "A config, or the directory of a run, to answer for, or several: what they spend together; or "
+    "a sweep with sweep.private: what the search spends; "
     "the import paths in it that decide its privacy are code that runs."
 )
 GIVE = "Two of noise, epsilon and rounds; the third is computed"
@@ -513,17 +514,23 @@ def budget(
     if config and runs:
         answer = _together([config, *runs], overrides or [], stated, data_root, trust_code)
     elif config:
-        expected = "none with a CONFIG; change its fields, as in noise.epsilon=3"
-        for name in (name for name in stated if name not in ("data_root", "person")):
-            raise ConfigError(f"--{name.replace('_', '-')}", stated[name], expected)
         _load()
+        search = what(config, overrides or ()) == "a private search"
+        expected = "none with a CONFIG; change its fields, as in noise.epsilon=3"
+        read = ("data_root",) if search else ("data_root", "person")
+        for name in (name for name in stated if name not in read):
+            raise ConfigError(f"--{name.replace('_', '-')}", stated[name], expected)
         from raydpfl.experiment import Experiment
         from raydpfl.simulation import planned_guarantee
+        from raydpfl.sweep.search_privacy import of_the_best
 
         imports = set(Experiment.model_fields) - {"model", "server"}
         with _kept(config, trust_code):
-            asked = _read("budget", config, overrides, imports, trust_code)[0]
-            answer = planned_guarantee.of_config(asked, data_root, person)
+            if search:
+                answer = of_the_best(_swept(config, overrides or (), False)[0], data_root)
+            else:
+                asked = _read("budget", config, overrides, imports, trust_code)[0]
+                answer = planned_guarantee.of_config(asked, data_root, person)
     else:
         answer = calculator.from_options(**stated)
     if as_json:

@@ -70,7 +70,8 @@ def _of_runs(joint: Composition) -> RenderableType:
     for run in joint.runs:
         head.add_row(run.name, str(run))
     first = joint.guarantees[0]
-    title = f"Epsilon of {len(joint.runs)} runs together at delta {first.delta:g}"
+    subject = joint.subject or f"{len(joint.runs)} runs together"
+    title = f"Epsilon of {subject}, at delta {first.delta:g}"
     cells = [(one, _spent(one)) for one in joint.guarantees]
     excluded = [f"not accounted for: {words}" for words in first.exclusions]
     failed = [f"{one.accountant}: {w}" for one in joint.guarantees for w in one.conditions_failed]
