@@ -435,10 +435,10 @@ SAMPLING = (
     "fixed (size; the default), poisson, truncated-poisson, full, with-replacement, public or "
     "random-allocation."
 )
-CAP = "Clients of a round at most, with --sampling truncated-poisson."
+CAP = "Clients of a round (samples of a batch) at most, with --sampling truncated-poisson."
 COLLUDERS = "Clients who tell all they know, where clients draw the noise."
-EPOCH = "Rounds T of an epoch, with --sampling random-allocation."
-PER_EPOCH = "Of these, the rounds that each client is in. Default: 1."
+EPOCH = "Rounds (local steps) T of an epoch, with --sampling random-allocation."
+PER_EPOCH = "Of these, those that each client (sample) is in. Default: 1."
 RELATION = "replace_one (the default), add_remove or zero_out; not each for every --sampling."
 SAMPLINGS = (
     "fixed", "poisson", "truncated-poisson", "full", "with-replacement", "public",
@@ -477,8 +477,9 @@ def budget(
     delta: Annotated[float | None, _option("Of the guarantee. Default: 1e-5.")] = None,
     bound: Annotated[float | None, _option(BOUND)] = None,
     sampling: Annotated[str | None, _option(SAMPLING, words=SAMPLINGS)] = None,
-    epoch: Annotated[int | None, _count(EPOCH, CLIENT)] = None,
-    per_epoch: Annotated[int | None, _count(PER_EPOCH, CLIENT)] = None,
+    cap: Annotated[int | None, _count(CAP)] = None,
+    epoch: Annotated[int | None, _count(EPOCH)] = None,
+    per_epoch: Annotated[int | None, _count(PER_EPOCH)] = None,
     relation: Annotated[str | None, _option(RELATION, words=RELATIONS)] = None,
     participations: Annotated[int | None, _count(TAKEN)] = None,
     strategy: Annotated[str | None, _option(STRATEGY, CLIENT, STRATEGIES)] = None,
@@ -489,7 +490,6 @@ def budget(
     unit: Annotated[str | None, _option(UNIT, words=UNITS)] = None,
     population: Annotated[int | None, _count("Clients N.", CLIENT)] = None,
     cohort: Annotated[int | None, _count("Clients r of a round.", CLIENT)] = None,
-    cap: Annotated[int | None, _count(CAP, CLIENT)] = None,
     placement: Annotated[str | None, _option(DRAWS, CLIENT, DRAWERS)] = None,
     colluders: Annotated[int | None, _count(COLLUDERS, CLIENT)] = None,
     v: Annotated[float | None, _option(CONSTANT, CLIENT)] = None,

@@ -56,7 +56,7 @@ from raydpfl.privacy.local_steps import LocalSteps, Participations
 from raydpfl.privacy.mechanism import Mechanism, Query
 from raydpfl.privacy.observers import ObserverView, views
 from raydpfl.privacy.release_report import LocalStepsReport, row_quantiles
-from raydpfl.privacy.sampling import Sampling, SamplingScheme, scheme_of
+from raydpfl.privacy.sampling import Sampling, scheme_of
 from raydpfl.privacy.types import Placement, Relation
 
 Unknown = Literal["epsilon", "noise", "rounds"]
@@ -497,14 +497,7 @@ def of_clients(
     (of the server) or skellam (of the clients) sums are of integers modulo 2^`bits` (16 by
     default), for a model of so many `parameters`, rotated (`raydpfl.privacy.integer_noise`).
     """
-    scheme = scheme_of(sampling)
-    _check_read(scheme, noise, per_epoch, bits, parameters)
-    per_epoch = 1 if epoch and per_epoch is None else per_epoch
-    size = scheme.default(population, epoch, per_epoch) if cohort is None else cohort
-    # which refuses None
-    who = Sampling(
-        scheme.kind, population, cast(int, size), epoch=epoch, per_epoch=per_epoch, cap=cap
-    )
+    who = _drawn(sampling, population, cohort, cap, epoch, per_epoch)
     # auto: the clients, unless their part of the noise would depend on a secret
     integers = NOISES.get(noise or "skellam", (SkellamNoise,))
     laplace = not integers
@@ -542,26 +535,28 @@ def of_clients(
         )
     elif separation != 1:
         raise ConfigError("separation", separation, "1 without a strategy")
-    if noise is not None and not laplace:
-        width = 16 if bits is None else bits
-        integer = _integers(mechanism, noise, width, parameters, strategy)
-        mechanism = replace(mechanism, integer=integer)
+    integer = _integers(mechanism, noise, bits, parameters, strategy)
+    mechanism = replace(mechanism, integer=integer)
     return Budget(mechanism, asked, delta, unknown, epsilon, participations=participations, v=v)
 
 
-def _check_read(
-    scheme: SamplingScheme,
-    noise: str | None,
+def _drawn(
+    kind: str,
+    population: int,
+    cohort: int | None,
+    cap: int | None,
+    epoch: int | None,
     per_epoch: int | None,
-    bits: int | None,
-    parameters: int | None,
-) -> None:
-    """Raises `ConfigError` for an option that nothing would read."""
+) -> Sampling:
+    """The sampling. Raises `ConfigError` for an option that it lacks, or does not read."""
+    scheme = scheme_of(kind)
     if per_epoch is not None and not scheme.in_epochs():
         raise ConfigError("per_epoch", per_epoch, "none, but for sampling random_allocation")
-    for name, value in (("bits", bits), ("parameters", parameters)):
-        if value is not None and not NOISES.get(noise or ""):
-            raise ConfigError(name, value, "none without sums of integers, by --noise")
+    per_epoch = 1 if epoch and per_epoch is None else per_epoch
+    size = scheme.default(population, epoch, per_epoch) if cohort is None else cohort
+    # which refuses None
+    size = cast(int, size)
+    return Sampling(scheme.kind, population, size, epoch=epoch, per_epoch=per_epoch, cap=cap)
 
 
 def _correlated(
@@ -594,14 +589,25 @@ def _correlated(
 
 
 def _integers(
-    mechanism: Mechanism, noise: str, bits: int, parameters: int | None, strategy: str | None
-) -> IntegerNoise:
-    """How sums are taken of integers."""
-    if noise not in NOISES:
+    mechanism: Mechanism,
+    noise: str | None,
+    bits: int | None,
+    parameters: int | None,
+    strategy: str | None,
+) -> IntegerNoise | None:
+    """How sums are taken of integers; None: they are not."""
+    if noise is not None and noise not in NOISES:
         *names, last = NOISES
         expected = f"{', '.join(names)} or {last}; of itself noise is Gaussian"
         raise ConfigError("noise", noise, expected)
-    placed = (of for of in NOISES[noise] if of.by_clients == mechanism.distributed)
+    kinds = NOISES.get(noise or "")
+    if not kinds:
+        for name, value in (("bits", bits), ("parameters", parameters)):
+            if value is not None:
+                raise ConfigError(name, value, "none without sums of integers, by --noise")
+        return None
+    bits = 16 if bits is None else bits
+    placed = (of for of in kinds if of.by_clients == mechanism.distributed)
     of = next(placed, None)
     if of is None:
         raise ConfigError("placement", mechanism.placement, f"client, with noise {noise}")
@@ -619,8 +625,8 @@ def _integers(
 def of_samples(
     *,
     samples: int,
-    batch: int,
     steps: int,
+    batch: int | None = None,
     participations: int | None = None,
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
@@ -628,6 +634,9 @@ def of_samples(
     bound: float | None = None,
     delta: float = 1e-5,
     sampling: str = "fixed",
+    cap: int | None = None,
+    epoch: int | None = None,
+    per_epoch: int | None = None,
     relation: str = "auto",
     person: int | None = None,
 ) -> Budget:
@@ -637,7 +646,8 @@ def of_samples(
     With `person`, what holds for so many of the samples together.
 
     `participations` are the rounds that the client takes part in, as they occur or capped; never
-    T r / N. Each of the `steps` of a round draws a fresh batch, by `sampling`. Raises `ConfigError`
+    T r / N. Each of the `steps` of a round draws a fresh batch, by `sampling`; `cap`, `epoch` and
+    `per_epoch` are as in `of_clients`, of batches and of the client's steps. Raises `ConfigError`
     on the name of a parameter.
     """
     with renamed(lambda name: _OF_SAMPLES.get(name, name)):
@@ -647,15 +657,18 @@ def of_samples(
         for name, value in (("steps", steps), ("participations", participations)):
             if value is not None and value < 1:
                 raise ConfigError(name, value, "an integer, at least 1")
-        z = _multiplier(noise_multiplier, std, bound, batch)
+        who = _drawn(sampling, samples, batch, cap, epoch, per_epoch)
+        z = _multiplier(noise_multiplier, std, bound, who.cohort)
         unknown = _unknown(z, epsilon, participations, "participations")
         query = Query("gradients", bound or 1.0, 0.0)
         rounds = steps * (1 if participations is None else participations)
-        who = Sampling(sampling, samples, batch)
         mechanism = Mechanism(who, (query,), rounds, unit="sample", placement="step")
         asked = _covered(mechanism, relation, delta)
         noisy = mechanism.with_noise(z or 1.0)
         if person is not None:
+            if who.cap or who.epoch:
+                expected = f"none with sampling {who.kind}: together samples are covered if fixed, "
+                raise ConfigError("person", person, f"{expected}poisson, full or with_replacement")
             noisy.of_person(person)  # refuses it before anything is computed
         return Budget(noisy, asked, delta, unknown, epsilon, steps=steps, person=person)
 

@@ -138,6 +138,23 @@ def test_a_std_is_of_what_the_placement_draws(unit, given, z):
     ]
 
 
+SCHEME = {
+    "truncated_poisson": {"cohort": 10, "cap": 12},
+    "random_allocation": {"epoch": 10, "per_epoch": 2},
+}
+
+
+@pytest.mark.parametrize("sampling", SCHEME)
+def test_batches_may_be_capped_or_allocated_as_cohorts_are(sampling):
+    asked = {"sampling": sampling, "noise_multiplier": 2.0, **SCHEME[sampling]}
+    found = calculator.of_clients(population=100, rounds=20, **asked)
+    if "cohort" in asked:
+        asked["batch"] = asked.pop("cohort")
+    batches = calculator.of_samples(samples=100, steps=5, participations=4, **asked)
+    assert batches.mechanism.sampling == found.mechanism.sampling
+    assert batches.guarantees[0].epsilon == pytest.approx(found.guarantees[0].epsilon)
+
+
 @pytest.mark.slow
 def test_a_participation_cap_counts_only_where_the_cohort_is_known():
     few, all_of_them = (
