@@ -609,10 +609,14 @@ def _integers(
     bits = 16 if bits is None else bits
     placed = (of for of in kinds if of.by_clients == mechanism.distributed)
     of = next(placed, None)
-    if of is None:
-        raise ConfigError("placement", mechanism.placement, f"client, with noise {noise}")
     if strategy is not None:
         raise ConfigError("strategy", strategy, "none with sums of integers")
+    if of is None and mechanism.sampling.size_secret:
+        expected = f"fixed, full or public: noise {noise} is drawn by the clients, whose parts of "
+        expected += "it would depend on the secret size of a cohort"
+        raise ConfigError("sampling", mechanism.sampling.scheme.kind, expected)
+    if of is None:
+        raise ConfigError("placement", mechanism.placement, f"client, with noise {noise}")
     if not 8 <= bits <= 32:
         raise ConfigError("bits", bits, "an integer from 8 to 32")
     if parameters is None or parameters < 1:
@@ -761,4 +765,6 @@ def _covered(mechanism: Mechanism, asked: str, delta: float) -> Relation:
     expected = f"{' or '.join(nearest)}: {reason.split('; nearest')[0]}"
     if relations:
         raise ConfigError("relation", relation, expected)
-    raise ConfigError("placement", mechanism.placement, expected)
+    if "--placement server" in nearest:
+        raise ConfigError("placement", mechanism.placement, expected)
+    raise ConfigError("sampling", who.scheme.kind, expected)
