@@ -453,6 +453,9 @@ STRATEGY = (
 )
 STRATEGIES = ("tree", "square-root", "banded", "buffered")
 SEPARATION = "The fewest rounds from one of a client's to its next, with --strategy. Default: 1."
+RESTART = "Rounds of one tree, with --strategy tree. Default: all."
+BANDS = "Rounds that noise is correlated over, with --strategy banded. Default: --separation."
+BUFFERS = "With --strategy buffered. Default: 3."
 NOISE = "laplace, or on sums of integers discrete-gaussian or skellam. Default: Gaussian."
 NOISES = ("discrete-gaussian", "skellam", "laplace")
 BITS = "Width of the sum of a coordinate, of integers. Default: 16."
@@ -484,6 +487,9 @@ def budget(
     participations: Annotated[int | None, _count(TAKEN)] = None,
     strategy: Annotated[str | None, _option(STRATEGY, CLIENT, STRATEGIES)] = None,
     separation: Annotated[int | None, _count(SEPARATION, CLIENT)] = None,
+    restart: Annotated[int | None, _count(RESTART, CLIENT)] = None,
+    bands: Annotated[int | None, _count(BANDS, CLIENT)] = None,
+    buffers: Annotated[int | None, _count(BUFFERS, CLIENT)] = None,
     noise: Annotated[str | None, _option(NOISE, CLIENT, NOISES)] = None,
     bits: Annotated[int | None, _count(BITS, CLIENT)] = None,
     parameters: Annotated[int | None, _count("Of the model, with --noise.", CLIENT)] = None,

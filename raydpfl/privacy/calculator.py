@@ -68,6 +68,7 @@ NOISES: dict[str, tuple[type[IntegerNoise], ...]] = {
 }
 LARGE = 1e12  # a noise multiplier next to which the sums of rounds show nothing
 RIGOROUS = ("pld", "rdp")
+_SHAPED = {"restart": "tree", "bands": "banded", "buffers": "buffered"}  # option: its strategy
 _COUNTS = range(1, MOST_ROUNDS + 1)
 # What one draw of the noise is on, where it is not the sum; what else a reader should know.
 _DRAW = {"client": "one_client", "step": "the_mean_gradient"}
@@ -471,6 +472,9 @@ def of_clients(
     colluders: int = 0,
     strategy: str | None = None,
     separation: int = 1,
+    restart: int | None = None,
+    bands: int | None = None,
+    buffers: int | None = None,
     noise: str | None = None,
     bits: int | None = None,
     parameters: int | None = None,
@@ -491,7 +495,9 @@ def of_clients(
 
     With a `strategy` (one of `factorization.STRATEGIES`) the server's noise is correlated over the
     rounds. Cohorts are public or full, a client's rounds at least `separation` apart. The noise is
-    then that of a node of the tree, or of z for a matrix whose first column has norm 1.
+    then that of a node of the tree, or of z for a matrix whose first column has norm 1. `restart`
+    is the rounds of one tree (None: all), `bands` (None: the separation) and `buffers` (None: 3)
+    are those of the strategies banded and buffered.
 
     With `noise` laplace the bound is an L1 norm (`raydpfl.privacy.laplace`). With discrete_gaussian
     (of the server) or skellam (of the clients) sums are of integers modulo 2^`bits` (16 by
@@ -527,14 +533,11 @@ def of_clients(
         raise ConfigError("participations", participations, expected)
     asked = _covered(mechanism, relation, delta)
     mechanism = mechanism.with_noise(z or 1.0)
+    shape = _shape(strategy, separation, restart=restart, bands=bands, buffers=buffers)
     if strategy is not None:
-        if laplace:
-            raise ConfigError("strategy", strategy, "none with Laplace noise")
         mechanism, participations = _correlated(
-            mechanism, strategy, separation, participations, unknown
+            mechanism, strategy, separation, participations, unknown, shape
         )
-    elif separation != 1:
-        raise ConfigError("separation", separation, "1 without a strategy")
     integer = _integers(mechanism, noise, bits, parameters, strategy)
     mechanism = replace(mechanism, integer=integer)
     return Budget(mechanism, asked, delta, unknown, epsilon, participations=participations, v=v)
@@ -559,14 +562,33 @@ def _drawn(
     return Sampling(scheme.kind, population, size, epoch=epoch, per_epoch=per_epoch, cap=cap)
 
 
+def _shape(strategy: str | None, separation: int, **shape: int | None) -> dict[str, int]:
+    """The options of a strategy that are given. Raises `ConfigError` for those of another."""
+    if strategy is None and separation != 1:
+        raise ConfigError("separation", separation, "1 without a strategy")
+    given = {name: value for name, value in shape.items() if value is not None}
+    for name, value in given.items():
+        if strategy != _SHAPED[name]:
+            raise ConfigError(name, value, f"none, but for strategy {_SHAPED[name]}")
+        if value < 1:
+            raise ConfigError(name, value, "an integer, at least 1")
+    if given.get("bands", 1) > separation:
+        expected = f"at most {separation}, the rounds after which a client may take part again"
+        raise ConfigError("bands", given["bands"], expected)
+    return given
+
+
 def _correlated(
     mechanism: Mechanism,
     strategy: str,
     separation: int,
     participations: int | None,
     unknown: Unknown,
+    shape: dict[str, int],
 ) -> tuple[Mechanism, int]:
-    """The mechanism with noise by a strategy, and the most rounds of a client."""
+    """The mechanism with noise by a strategy of this shape, and the most rounds of a client."""
+    if mechanism.laplace:
+        raise ConfigError("strategy", strategy, "none with Laplace noise")
     if strategy not in STRATEGIES:
         raise ConfigError("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
     if unknown == "rounds":
@@ -584,7 +606,7 @@ def _correlated(
     most = -(-rounds // separation)
     if participations:
         most = min(participations, most)
-    squares = STRATEGIES[strategy](rounds, separation, most)
+    squares = STRATEGIES[strategy](rounds, separation, most, **shape)
     return replace(mechanism, squares=tuple(squares.tolist())), most
 
 

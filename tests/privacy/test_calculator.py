@@ -19,6 +19,7 @@ from scipy.special import ndtr, ndtri
 from raydpfl import privacy, run
 from raydpfl.cli import budget_display
 from raydpfl.errors import ConfigError
+from raydpfl.methods.noise import FAMILY
 from raydpfl.privacy import Mechanism, Query, Sampling, calculator, gaussian_epsilon
 from raydpfl.privacy.factorization import STRATEGIES
 from raydpfl.simulation import planned_guarantee
@@ -108,6 +109,22 @@ def test_noise_by_a_strategy_is_answered_with_its_zcdp(strategy):
     assert f"zCDP with rho {square / 2:.4g}" in answer.sentence()
     found = calculator.of_clients(**asked, epsilon=answer.epsilon).answers[0].noise_multiplier
     assert found == pytest.approx(5.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shape"),
+    [("tree", {"restart": 30}), ("banded", {"bands": 5}), ("buffered", {"buffers": 1})],
+)
+def test_a_strategy_is_answered_in_the_shape_of_its_noise(strategy, shape):
+    """As the noise of a config is, fitted to such a run."""
+    asked = {"population": 10**6, "cohort": 100, "rounds": 60, "sampling": "public"}
+    asked |= {"strategy": strategy, "separation": 20, "noise_multiplier": 5.0}
+    noise = FAMILY[f"{strategy}_gaussian"](multiplier=5.0, **shape)
+    turns = {"kind": "min_separation", "cohort": 2, "min_separation": 20}
+    fitted = noise.fitted(experiment(rounds=60, selection=turns, server={"kind": "sgd"}).setting())
+    answer = calculator.of_clients(**asked, **shape)
+    assert answer.mechanism.squares == pytest.approx(fitted.squares(60, 20, 3))
+    assert answer.mechanism.squares != calculator.of_clients(**asked).mechanism.squares
 
 
 def test_the_guarantees_are_those_of_the_mechanism():
