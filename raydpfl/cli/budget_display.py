@@ -145,6 +145,8 @@ def _found(budget: Budget) -> Table:
         "rounds": f"{budget.repeated.capitalize()} that {at} allows",
     }[budget.unknown]
     cells = [(answer.guarantee, _cell(budget, answer)) for answer in budget.answers]
+    if budget.unknown == "epsilon":
+        cells += [(one, _spent(one)) for one in budget.individual]
     return guarantee_table.table(cells, title)
 
 

@@ -116,6 +116,7 @@ class Budget:
     v: float = 4.0  # the constant of the formula of 000 and 001
     run: Mechanism | None = None  # what a config runs, if the question is about one
     person: int | None = None  # how many samples a person has who is protected too; None: nobody is
+    individual: tuple[Guarantee, ...] = ()  # what clients' own budgets guarantee
 
     def __post_init__(self) -> None:
         self._target = self.epsilon or 0.0
@@ -130,11 +131,14 @@ class Budget:
         if self.unknown != "epsilon":
             held = tuple(self._answers(self.mechanism, "epsilon"))
         self.persons = tuple(self._of_person())
-        self.guarantees = (*(answer.guarantee for answer in held), *self.persons)
+        claims = [answer.guarantee for answer in held]
+        self.guarantees = (*claims, *self.individual, *self.persons)
         lax = loose(self.delta, self.asked.sampling.population, self.asked.unit)
         caveat = _CAVEATS.get(self.asked.placement)
         self.notes = [note for note in (lax, caveat) if note]
-        self.notes += [f"not accounted for: {words}" for words in self.mechanism.exclusions]
+        self.notes += dict.fromkeys(one.sampling.words for one in self.individual)
+        excluded = (self.mechanism.exclusions, *(one.exclusions for one in self.individual))
+        self.notes += dict.fromkeys(f"not accounted for: {w}" for each in excluded for w in each)
 
     @property
     def of_samples(self) -> bool:
@@ -187,10 +191,11 @@ class Budget:
         return noise | {f"std_of_the_{other.name}": other.std for other in per_client}
 
     def sentence(self) -> str:
-        """What the first guarantee that holds means, by the largest power of a test at 5% false
-        alarms; why none does, if there is none.
+        """What the first guarantee that holds means, that of clients' own budgets if there is one,
+        by the largest power of a test at 5% false alarms; why none does, if there is none.
         """
-        holds = (each for each in self.guarantees if each.kind == "rigorous")
+        ordered = (*self.individual, *self.guarantees)
+        holds = (each for each in ordered if each.kind == "rigorous")
         finite = (each for each in holds if math.isfinite(each.epsilon))
         return next(finite, self.guarantees[0]).detection()
 
