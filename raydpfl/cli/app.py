@@ -25,7 +25,7 @@ from rich.text import Text
 
 from raydpfl import storage
 from raydpfl.cli import completion
-from raydpfl.cli.wrong_command import directed
+from raydpfl.cli.wrong_command import directed, what
 from raydpfl.core import signals
 from raydpfl.errors import ConfigError, RunError, brief, exited, frames_of_user, traceback_text
 
@@ -417,7 +417,8 @@ def show(
 
 
 ASKED = (
-    "A config, or the directory of a run, to answer for, or several: what they spend together; "
+    "A config, or the directory of a run, to answer for, or several: what they spend together; or "
+    "a sweep with sweep.private: what the search spends; "
     "the import paths in it that decide its privacy are code that runs."
 )
 GIVE = "Two of noise, epsilon and rounds; the third is computed"
@@ -434,10 +435,10 @@ SAMPLING = (
     "fixed (size; the default), poisson, truncated-poisson, full, with-replacement, public or "
     "random-allocation."
 )
-CAP = "Clients of a round at most, with --sampling truncated-poisson."
+CAP = "Clients of a round (samples of a batch) at most, with --sampling truncated-poisson."
 COLLUDERS = "Clients who tell all they know, where clients draw the noise."
-EPOCH = "Rounds T of an epoch, with --sampling random-allocation."
-PER_EPOCH = "Of these, the rounds that each client is in. Default: 1."
+EPOCH = "Rounds (local steps) T of an epoch, with --sampling random-allocation."
+PER_EPOCH = "Of these, those that each client (sample) is in. Default: 1."
 RELATION = "replace_one (the default), add_remove or zero_out; not each for every --sampling."
 SAMPLINGS = (
     "fixed", "poisson", "truncated-poisson", "full", "with-replacement", "public",
@@ -452,6 +453,9 @@ STRATEGY = (
 )
 STRATEGIES = ("tree", "square-root", "banded", "buffered")
 SEPARATION = "The fewest rounds from one of a client's to its next, with --strategy. Default: 1."
+RESTART = "Rounds of one tree, with --strategy tree. Default: all."
+BANDS = "Rounds that noise is correlated over, with --strategy banded. Default: --separation."
+BUFFERS = "With --strategy buffered. Default: 3."
 NOISE = "laplace, or on sums of integers discrete-gaussian or skellam. Default: Gaussian."
 NOISES = ("discrete-gaussian", "skellam", "laplace")
 BITS = "Width of the sum of a coordinate, of integers. Default: 16."
@@ -476,19 +480,22 @@ def budget(
     delta: Annotated[float | None, _option("Of the guarantee. Default: 1e-5.")] = None,
     bound: Annotated[float | None, _option(BOUND)] = None,
     sampling: Annotated[str | None, _option(SAMPLING, words=SAMPLINGS)] = None,
-    epoch: Annotated[int | None, _count(EPOCH, CLIENT)] = None,
-    per_epoch: Annotated[int | None, _count(PER_EPOCH, CLIENT)] = None,
+    cap: Annotated[int | None, _count(CAP)] = None,
+    epoch: Annotated[int | None, _count(EPOCH)] = None,
+    per_epoch: Annotated[int | None, _count(PER_EPOCH)] = None,
     relation: Annotated[str | None, _option(RELATION, words=RELATIONS)] = None,
     participations: Annotated[int | None, _count(TAKEN)] = None,
     strategy: Annotated[str | None, _option(STRATEGY, CLIENT, STRATEGIES)] = None,
     separation: Annotated[int | None, _count(SEPARATION, CLIENT)] = None,
+    restart: Annotated[int | None, _count(RESTART, CLIENT)] = None,
+    bands: Annotated[int | None, _count(BANDS, CLIENT)] = None,
+    buffers: Annotated[int | None, _count(BUFFERS, CLIENT)] = None,
     noise: Annotated[str | None, _option(NOISE, CLIENT, NOISES)] = None,
     bits: Annotated[int | None, _count(BITS, CLIENT)] = None,
     parameters: Annotated[int | None, _count("Of the model, with --noise.", CLIENT)] = None,
     unit: Annotated[str | None, _option(UNIT, words=UNITS)] = None,
     population: Annotated[int | None, _count("Clients N.", CLIENT)] = None,
     cohort: Annotated[int | None, _count("Clients r of a round.", CLIENT)] = None,
-    cap: Annotated[int | None, _count(CAP, CLIENT)] = None,
     placement: Annotated[str | None, _option(DRAWS, CLIENT, DRAWERS)] = None,
     colluders: Annotated[int | None, _count(COLLUDERS, CLIENT)] = None,
     v: Annotated[float | None, _option(CONSTANT, CLIENT)] = None,
@@ -513,17 +520,23 @@ def budget(
     if config and runs:
         answer = _together([config, *runs], overrides or [], stated, data_root, trust_code)
     elif config:
-        expected = "none with a CONFIG; change its fields, as in noise.epsilon=3"
-        for name in (name for name in stated if name not in ("data_root", "person")):
-            raise ConfigError(f"--{name.replace('_', '-')}", stated[name], expected)
         _load()
+        search = what(config, overrides or ()) == "a private search"
+        expected = "none with a CONFIG; change its fields, as in noise.epsilon=3"
+        read = ("data_root",) if search else ("data_root", "person")
+        for name in (name for name in stated if name not in read):
+            raise ConfigError(f"--{name.replace('_', '-')}", stated[name], expected)
         from raydpfl.experiment import Experiment
         from raydpfl.simulation import planned_guarantee
+        from raydpfl.sweep.search_privacy import of_the_best
 
         imports = set(Experiment.model_fields) - {"model", "server"}
         with _kept(config, trust_code):
-            asked = _read("budget", config, overrides, imports, trust_code)[0]
-            answer = planned_guarantee.of_config(asked, data_root, person)
+            if search:
+                answer = of_the_best(_swept(config, overrides or (), False)[0], data_root)
+            else:
+                asked = _read("budget", config, overrides, imports, trust_code)[0]
+                answer = planned_guarantee.of_config(asked, data_root, person)
     else:
         answer = calculator.from_options(**stated)
     if as_json:

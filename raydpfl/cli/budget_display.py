@@ -46,14 +46,13 @@ def _curves(budget: Budget | PersonalBudget) -> Iterator[RenderableType]:
     if not held:
         return
     made = guarantee_table.plain("Trade-off curves: no attack does better")
-    made.add_column("against an observer of", no_wrap=True)
-    power = f"true positives at {LOW_RATE:g}"
-    for head in ("mu of nearest Gaussian", "regret", power):
-        made.add_column(head, justify="right", overflow="fold")
-    for one, curve in held:
-        mu, regret = curve.nearest_gaussian()
-        numbers = (mu, regret, float(curve.true_positives(LOW_RATE)))
-        made.add_row(guarantee_table.against(one), *(f"{value:.4g}" for value in numbers))
+    made.add_column("against an observer of")
+    heads = ("mu of nearest Gaussian", "regret", f"true positives at {LOW_RATE:g}")
+    found = [(*f.nearest_gaussian(), float(f.true_positives(LOW_RATE))) for _, f in held]
+    lines = [[f"{value:.4g}" for value in row] for row in found]
+    guarantee_table.add_numbers(made, heads, lines)
+    for (one, _), line in zip(held, lines, strict=True):
+        made.add_row(guarantee_table.against(one), *line)
     yield from (made, "")
     one, curve = held[0]
     made = guarantee_table.plain(f"The first of them, by {one.accountant}")
@@ -71,7 +70,8 @@ def _of_runs(joint: Composition) -> RenderableType:
     for run in joint.runs:
         head.add_row(run.name, str(run))
     first = joint.guarantees[0]
-    title = f"Epsilon of {len(joint.runs)} runs together at delta {first.delta:g}"
+    subject = joint.subject or f"{len(joint.runs)} runs together"
+    title = f"Epsilon of {subject}, at delta {first.delta:g}"
     cells = [(one, _spent(one)) for one in joint.guarantees]
     excluded = [f"not accounted for: {words}" for words in first.exclusions]
     failed = [f"{one.accountant}: {w}" for one in joint.guarantees for w in one.conditions_failed]
@@ -145,6 +145,8 @@ def _found(budget: Budget) -> Table:
         "rounds": f"{budget.repeated.capitalize()} that {at} allows",
     }[budget.unknown]
     cells = [(answer.guarantee, _cell(budget, answer)) for answer in budget.answers]
+    if budget.unknown == "epsilon":
+        cells += [(one, _spent(one)) for one in budget.individual]
     return guarantee_table.table(cells, title)
 
 
@@ -211,10 +213,10 @@ def _client_table(
 ) -> Table:
     table = guarantee_table.plain(title)
     table.add_column(first, no_wrap=True)
-    for head in names.values():
-        table.add_column(head.replace("theorem", "thm"), justify="right", overflow="fold")
-    for label, values in lines:
-        table.add_row(label, *("-" if value is None else f"{value:.4g}" for value in values))
+    rows = [["-" if each is None else f"{each:.4g}" for each in values] for _, values in lines]
+    guarantee_table.add_numbers(table, [*names.values()], rows)
+    for (label, _), row in zip(lines, rows, strict=True):
+        table.add_row(label, *row)
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -54,7 +55,8 @@ def table(
     marked: Guarantee | None = None,
     bold: Sequence[Guarantee] = (),
 ) -> Table:
-    """A table so narrow that the numbers of all accountants fit in 80 columns.
+    """A table whose numbers of all accountants fit in 80 columns: the words of headings and
+    observers wrap.
 
     Args:
         cells: guarantees, each with its number in print.
@@ -67,20 +69,26 @@ def table(
     made = plain(title)
     if marked:
         made.add_column("", no_wrap=True)
-    made.add_column("against an observer of", no_wrap=True)
+    made.add_column("against an observer of")
     if several:
         made.add_column("relation", no_wrap=True)
     names = list(dict.fromkeys(label(one) for one, _ in cells))
-    for name in names:
-        made.add_column(name, justify="right", overflow="fold")
-    for row in rows:
+    found = [[row.cells.get(name, (None, "")) for name in names] for row in rows]
+    add_numbers(made, names, [[text for _, text in cells] for cells in found])
+    for row, numbers in zip(rows, found, strict=True):
         here = marked in [one for one, _ in row.cells.values()]
         mark = [">" if here else ""] if marked else []
         relation = [row.relation] if several else []
-        found = (row.cells.get(name, (None, "")) for name in names)
-        numbers = [Text(text, style="bold" if one in bold else "") for one, text in found]
-        made.add_row(*mark, row.against, *relation, *numbers)
+        styled = [Text(text, style="bold" if one in bold else "") for one, text in numbers]
+        made.add_row(*mark, row.against, *relation, *styled)
     return made
+
+
+def add_numbers(made: Table, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Adds columns whose heads wrap to 15 letters, or to their numbers, which are never split."""
+    for place, head in enumerate(heads):
+        width = max([15, *(len(line[place]) for line in lines)])
+        made.add_column("\n".join(textwrap.wrap(head, width)), justify="right", no_wrap=True)
 
 
 def plain(title: str | None = None) -> Table:

@@ -22,12 +22,18 @@ EXPERIMENT = "the YAML file of an experiment, or the directory of a run"
 TAKEN = {
     "run": (EXPERIMENT, ("an experiment", "a run's directory")),
     "audit": (EXPERIMENT, ("an experiment", "a run's directory")),
-    "budget": (EXPERIMENT, ("an experiment", "a run's directory")),
+    "budget": (
+        f"{EXPERIMENT}; or, alone, the YAML file of a sweep with sweep.private",
+        ("an experiment", "a run's directory"),
+    ),
     "data describe": (EXPERIMENT, ("an experiment", "a run's directory")),
-    "sweep": ("the YAML file, or the directory, of a sweep", ("a sweep", "a sweep's directory")),
+    "sweep": (
+        "the YAML file, or the directory, of a sweep",
+        ("a sweep", "a private search", "a sweep's directory"),
+    ),
     "submit": (
         "the YAML file of an experiment or a sweep, or the directory of a run",
-        ("an experiment", "a run's directory", "a sweep"),
+        ("an experiment", "a run's directory", "a sweep", "a private search"),
     ),
     "reproduce": (
         "a study: its name, its YAML file or its directory",
@@ -44,6 +50,7 @@ TAKEN["compare"] = TAKEN["report"]
 INSTEAD = {
     "an experiment": "raydpfl run {}",
     "a sweep": "raydpfl sweep {}",
+    "a private search": "raydpfl sweep {}",
     "a study": "raydpfl reproduce {}",
     "a run's directory": "raydpfl report {}, or raydpfl run {} --resume",
     "a sweep's directory": "raydpfl report {}, or raydpfl sweep {} --resume",
@@ -83,6 +90,8 @@ def what(asked: str, overrides: Sequence[str] = ()) -> str | None:
         return "a study"
     try:
         tree = overridden(tree, overrides)
+        if isinstance(tree.get("sweep"), Mapping) and tree["sweep"].get("private"):
+            return "a private search"
         return "a sweep" if "sweep" in tree or find(tree) else "an experiment"
     except ConfigError:
         return "a sweep"

@@ -56,7 +56,7 @@ from raydpfl.privacy.local_steps import LocalSteps, Participations
 from raydpfl.privacy.mechanism import Mechanism, Query
 from raydpfl.privacy.observers import ObserverView, views
 from raydpfl.privacy.release_report import LocalStepsReport, row_quantiles
-from raydpfl.privacy.sampling import Sampling, SamplingScheme, scheme_of
+from raydpfl.privacy.sampling import Sampling, scheme_of
 from raydpfl.privacy.types import Placement, Relation
 
 Unknown = Literal["epsilon", "noise", "rounds"]
@@ -68,6 +68,7 @@ NOISES: dict[str, tuple[type[IntegerNoise], ...]] = {
 }
 LARGE = 1e12  # a noise multiplier next to which the sums of rounds show nothing
 RIGOROUS = ("pld", "rdp")
+_SHAPED = {"restart": "tree", "bands": "banded", "buffers": "buffered"}  # option: its strategy
 _COUNTS = range(1, MOST_ROUNDS + 1)
 # What one draw of the noise is on, where it is not the sum; what else a reader should know.
 _DRAW = {"client": "one_client", "step": "the_mean_gradient"}
@@ -115,6 +116,7 @@ class Budget:
     v: float = 4.0  # the constant of the formula of 000 and 001
     run: Mechanism | None = None  # what a config runs, if the question is about one
     person: int | None = None  # how many samples a person has who is protected too; None: nobody is
+    individual: tuple[Guarantee, ...] = ()  # what clients' own budgets guarantee
 
     def __post_init__(self) -> None:
         self._target = self.epsilon or 0.0
@@ -129,11 +131,14 @@ class Budget:
         if self.unknown != "epsilon":
             held = tuple(self._answers(self.mechanism, "epsilon"))
         self.persons = tuple(self._of_person())
-        self.guarantees = (*(answer.guarantee for answer in held), *self.persons)
+        claims = [answer.guarantee for answer in held]
+        self.guarantees = (*claims, *self.individual, *self.persons)
         lax = loose(self.delta, self.asked.sampling.population, self.asked.unit)
         caveat = _CAVEATS.get(self.asked.placement)
         self.notes = [note for note in (lax, caveat) if note]
-        self.notes += [f"not accounted for: {words}" for words in self.mechanism.exclusions]
+        self.notes += dict.fromkeys(one.sampling.words for one in self.individual)
+        excluded = (self.mechanism.exclusions, *(one.exclusions for one in self.individual))
+        self.notes += dict.fromkeys(f"not accounted for: {w}" for each in excluded for w in each)
 
     @property
     def of_samples(self) -> bool:
@@ -186,10 +191,11 @@ class Budget:
         return noise | {f"std_of_the_{other.name}": other.std for other in per_client}
 
     def sentence(self) -> str:
-        """What the first guarantee that holds means, by the largest power of a test at 5% false
-        alarms; why none does, if there is none.
+        """What the first guarantee that holds means, that of clients' own budgets if there is one,
+        by the largest power of a test at 5% false alarms; why none does, if there is none.
         """
-        holds = (each for each in self.guarantees if each.kind == "rigorous")
+        ordered = (*self.individual, *self.guarantees)
+        holds = (each for each in ordered if each.kind == "rigorous")
         finite = (each for each in holds if math.isfinite(each.epsilon))
         return next(finite, self.guarantees[0]).detection()
 
@@ -471,6 +477,9 @@ def of_clients(
     colluders: int = 0,
     strategy: str | None = None,
     separation: int = 1,
+    restart: int | None = None,
+    bands: int | None = None,
+    buffers: int | None = None,
     noise: str | None = None,
     bits: int | None = None,
     parameters: int | None = None,
@@ -491,20 +500,15 @@ def of_clients(
 
     With a `strategy` (one of `factorization.STRATEGIES`) the server's noise is correlated over the
     rounds. Cohorts are public or full, a client's rounds at least `separation` apart. The noise is
-    then that of a node of the tree, or of z for a matrix whose first column has norm 1.
+    then that of a node of the tree, or of z for a matrix whose first column has norm 1. `restart`
+    is the rounds of one tree (None: all), `bands` (None: the separation) and `buffers` (None: 3)
+    are those of the strategies banded and buffered.
 
     With `noise` laplace the bound is an L1 norm (`raydpfl.privacy.laplace`). With discrete_gaussian
     (of the server) or skellam (of the clients) sums are of integers modulo 2^`bits` (16 by
     default), for a model of so many `parameters`, rotated (`raydpfl.privacy.integer_noise`).
     """
-    scheme = scheme_of(sampling)
-    _check_read(scheme, noise, per_epoch, bits, parameters)
-    per_epoch = 1 if epoch and per_epoch is None else per_epoch
-    size = scheme.default(population, epoch, per_epoch) if cohort is None else cohort
-    # which refuses None
-    who = Sampling(
-        scheme.kind, population, cast(int, size), epoch=epoch, per_epoch=per_epoch, cap=cap
-    )
+    who = _drawn(sampling, population, cohort, cap, epoch, per_epoch)
     # auto: the clients, unless their part of the noise would depend on a secret
     integers = NOISES.get(noise or "skellam", (SkellamNoise,))
     laplace = not integers
@@ -534,34 +538,49 @@ def of_clients(
         raise ConfigError("participations", participations, expected)
     asked = _covered(mechanism, relation, delta)
     mechanism = mechanism.with_noise(z or 1.0)
+    shape = _shape(strategy, separation, restart=restart, bands=bands, buffers=buffers)
     if strategy is not None:
-        if laplace:
-            raise ConfigError("strategy", strategy, "none with Laplace noise")
         mechanism, participations = _correlated(
-            mechanism, strategy, separation, participations, unknown
+            mechanism, strategy, separation, participations, unknown, shape
         )
-    elif separation != 1:
-        raise ConfigError("separation", separation, "1 without a strategy")
-    if noise is not None and not laplace:
-        width = 16 if bits is None else bits
-        integer = _integers(mechanism, noise, width, parameters, strategy)
-        mechanism = replace(mechanism, integer=integer)
+    integer = _integers(mechanism, noise, bits, parameters, strategy)
+    mechanism = replace(mechanism, integer=integer)
     return Budget(mechanism, asked, delta, unknown, epsilon, participations=participations, v=v)
 
 
-def _check_read(
-    scheme: SamplingScheme,
-    noise: str | None,
+def _drawn(
+    kind: str,
+    population: int,
+    cohort: int | None,
+    cap: int | None,
+    epoch: int | None,
     per_epoch: int | None,
-    bits: int | None,
-    parameters: int | None,
-) -> None:
-    """Raises `ConfigError` for an option that nothing would read."""
+) -> Sampling:
+    """The sampling. Raises `ConfigError` for an option that it lacks, or does not read."""
+    scheme = scheme_of(kind)
     if per_epoch is not None and not scheme.in_epochs():
         raise ConfigError("per_epoch", per_epoch, "none, but for sampling random_allocation")
-    for name, value in (("bits", bits), ("parameters", parameters)):
-        if value is not None and not NOISES.get(noise or ""):
-            raise ConfigError(name, value, "none without sums of integers, by --noise")
+    per_epoch = 1 if epoch and per_epoch is None else per_epoch
+    size = scheme.default(population, epoch, per_epoch) if cohort is None else cohort
+    # which refuses None
+    size = cast(int, size)
+    return Sampling(scheme.kind, population, size, epoch=epoch, per_epoch=per_epoch, cap=cap)
+
+
+def _shape(strategy: str | None, separation: int, **shape: int | None) -> dict[str, int]:
+    """The options of a strategy that are given. Raises `ConfigError` for those of another."""
+    if strategy is None and separation != 1:
+        raise ConfigError("separation", separation, "1 without a strategy")
+    given = {name: value for name, value in shape.items() if value is not None}
+    for name, value in given.items():
+        if strategy != _SHAPED[name]:
+            raise ConfigError(name, value, f"none, but for strategy {_SHAPED[name]}")
+        if value < 1:
+            raise ConfigError(name, value, "an integer, at least 1")
+    if given.get("bands", 1) > separation:
+        expected = f"at most {separation}, the rounds after which a client may take part again"
+        raise ConfigError("bands", given["bands"], expected)
+    return given
 
 
 def _correlated(
@@ -570,8 +589,11 @@ def _correlated(
     separation: int,
     participations: int | None,
     unknown: Unknown,
+    shape: dict[str, int],
 ) -> tuple[Mechanism, int]:
-    """The mechanism with noise by a strategy, and the most rounds of a client."""
+    """The mechanism with noise by a strategy of this shape, and the most rounds of a client."""
+    if mechanism.laplace:
+        raise ConfigError("strategy", strategy, "none with Laplace noise")
     if strategy not in STRATEGIES:
         raise ConfigError("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
     if unknown == "rounds":
@@ -589,24 +611,39 @@ def _correlated(
     most = -(-rounds // separation)
     if participations:
         most = min(participations, most)
-    squares = STRATEGIES[strategy](rounds, separation, most)
+    squares = STRATEGIES[strategy](rounds, separation, most, **shape)
     return replace(mechanism, squares=tuple(squares.tolist())), most
 
 
 def _integers(
-    mechanism: Mechanism, noise: str, bits: int, parameters: int | None, strategy: str | None
-) -> IntegerNoise:
-    """How sums are taken of integers."""
-    if noise not in NOISES:
+    mechanism: Mechanism,
+    noise: str | None,
+    bits: int | None,
+    parameters: int | None,
+    strategy: str | None,
+) -> IntegerNoise | None:
+    """How sums are taken of integers; None: they are not."""
+    if noise is not None and noise not in NOISES:
         *names, last = NOISES
         expected = f"{', '.join(names)} or {last}; of itself noise is Gaussian"
         raise ConfigError("noise", noise, expected)
-    placed = (of for of in NOISES[noise] if of.by_clients == mechanism.distributed)
+    kinds = NOISES.get(noise or "")
+    if not kinds:
+        for name, value in (("bits", bits), ("parameters", parameters)):
+            if value is not None:
+                raise ConfigError(name, value, "none without sums of integers, by --noise")
+        return None
+    bits = 16 if bits is None else bits
+    placed = (of for of in kinds if of.by_clients == mechanism.distributed)
     of = next(placed, None)
-    if of is None:
-        raise ConfigError("placement", mechanism.placement, f"client, with noise {noise}")
     if strategy is not None:
         raise ConfigError("strategy", strategy, "none with sums of integers")
+    if of is None and mechanism.sampling.size_secret:
+        expected = f"fixed, full or public: noise {noise} is drawn by the clients, whose parts of "
+        expected += "it would depend on the secret size of a cohort"
+        raise ConfigError("sampling", mechanism.sampling.scheme.kind, expected)
+    if of is None:
+        raise ConfigError("placement", mechanism.placement, f"client, with noise {noise}")
     if not 8 <= bits <= 32:
         raise ConfigError("bits", bits, "an integer from 8 to 32")
     if parameters is None or parameters < 1:
@@ -619,8 +656,8 @@ def _integers(
 def of_samples(
     *,
     samples: int,
-    batch: int,
     steps: int,
+    batch: int | None = None,
     participations: int | None = None,
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
@@ -628,6 +665,9 @@ def of_samples(
     bound: float | None = None,
     delta: float = 1e-5,
     sampling: str = "fixed",
+    cap: int | None = None,
+    epoch: int | None = None,
+    per_epoch: int | None = None,
     relation: str = "auto",
     person: int | None = None,
 ) -> Budget:
@@ -637,7 +677,8 @@ def of_samples(
     With `person`, what holds for so many of the samples together.
 
     `participations` are the rounds that the client takes part in, as they occur or capped; never
-    T r / N. Each of the `steps` of a round draws a fresh batch, by `sampling`. Raises `ConfigError`
+    T r / N. Each of the `steps` of a round draws a fresh batch, by `sampling`; `cap`, `epoch` and
+    `per_epoch` are as in `of_clients`, of batches and of the client's steps. Raises `ConfigError`
     on the name of a parameter.
     """
     with renamed(lambda name: _OF_SAMPLES.get(name, name)):
@@ -647,15 +688,18 @@ def of_samples(
         for name, value in (("steps", steps), ("participations", participations)):
             if value is not None and value < 1:
                 raise ConfigError(name, value, "an integer, at least 1")
-        z = _multiplier(noise_multiplier, std, bound, batch)
+        who = _drawn(sampling, samples, batch, cap, epoch, per_epoch)
+        z = _multiplier(noise_multiplier, std, bound, who.cohort)
         unknown = _unknown(z, epsilon, participations, "participations")
         query = Query("gradients", bound or 1.0, 0.0)
         rounds = steps * (1 if participations is None else participations)
-        who = Sampling(sampling, samples, batch)
         mechanism = Mechanism(who, (query,), rounds, unit="sample", placement="step")
         asked = _covered(mechanism, relation, delta)
         noisy = mechanism.with_noise(z or 1.0)
         if person is not None:
+            if who.cap or who.epoch:
+                expected = f"none with sampling {who.kind}: together samples are covered if fixed, "
+                raise ConfigError("person", person, f"{expected}poisson, full or with_replacement")
             noisy.of_person(person)  # refuses it before anything is computed
         return Budget(noisy, asked, delta, unknown, epsilon, steps=steps, person=person)
 
@@ -748,4 +792,6 @@ def _covered(mechanism: Mechanism, asked: str, delta: float) -> Relation:
     expected = f"{' or '.join(nearest)}: {reason.split('; nearest')[0]}"
     if relations:
         raise ConfigError("relation", relation, expected)
-    raise ConfigError("placement", mechanism.placement, expected)
+    if "--placement server" in nearest:
+        raise ConfigError("placement", mechanism.placement, expected)
+    raise ConfigError("sampling", who.scheme.kind, expected)

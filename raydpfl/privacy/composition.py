@@ -106,6 +106,7 @@ class Composition:
     runs: tuple[RunRelease | StepsRelease, ...] = ()
     guarantees: tuple[Guarantee, ...] = ()
     notes: tuple[str, ...] = ()
+    subject: str = ""  # what spends it, in words; empty: all runs together
 
     @property
     def epsilon(self) -> Guarantee | None:
@@ -245,13 +246,14 @@ def best_of(
         delta, accountants: as, and the errors are, those of `together`.
     """
     guarantees = []
+    subject = f"the best run alone, of {repetition}"
     for name in accountants:
         for seen in _by_observer(runs):
             scopes = dict.fromkeys(str(view.scope) for view in seen)
-            words = f"the best run alone, of {repetition}: {' or '.join(scopes)}"
+            words = f"{subject}: {' or '.join(scopes)}"
             of_runs = functools.partial(named(name).best_of, repetition)
             guarantees.append(_guarantee(seen, words, of_runs, name, delta))
-    return Composition(tuple(runs), tuple(guarantees), ())
+    return Composition(tuple(runs), tuple(guarantees), (), subject)
 
 
 def _by_observer(runs: Sequence[RunRelease]) -> list[list[ObserverView]]:

@@ -335,15 +335,15 @@ class _Nodes:
 
 
 # By name, the squares of a strategy at its best for so many rounds, a separation and a number of
-# participations.
-STRATEGIES: dict[str, Callable[[int, int, int], np.ndarray]] = {
+# participations. What else it takes is an option of `raydpfl budget`.
+STRATEGIES: dict[str, Callable[..., np.ndarray]] = {
     "tree": tree_squares,
     "square_root": lambda rounds, *most: _unit_squares(square_root(rounds), rounds, *most),
-    "banded": lambda rounds, *most: _unit_squares(
-        banded_toeplitz(min(most[0], rounds), rounds), rounds, *most
+    "banded": lambda rounds, *most, bands=None: _unit_squares(
+        banded_toeplitz(bands or min(most[0], rounds), rounds), rounds, *most
     ),
-    "buffered": lambda rounds, *most: _unit_squares(
-        buffered(*buffered_toeplitz(3, rounds, 0.0, *most), rounds), rounds, *most
+    "buffered": lambda rounds, *most, buffers=3: _unit_squares(
+        buffered(*buffered_toeplitz(buffers, rounds, 0.0, *most), rounds), rounds, *most
     ),
 }
 

@@ -107,9 +107,10 @@ class IndividualBudgets:
         relation: Relation = "replace_one" if self.moves == 2 else "zero_out"
         mu = math.sqrt(self.squares[private].max())
         words = f"individual budgets, a client leaves before it exceeds its own: {self._spread()}"
-        scope = Scope(f"{mechanism.sampling}, cohort known, {words}", "cohort known")
+        knows = "cohort known, own budgets"  # a row of its own in tables
+        scope = Scope(f"{mechanism.sampling}, cohort known, {words}", knows)
         public = int((~private).sum())
-        excluded = (*mechanism.exclusions, SHOWN)
+        excluded = (*mechanism.unsampled().exclusions, SHOWN)
         excluded += (f"{public} public clients, who have an infinite budget",) if public else ()
         seen = {Observer.AGGREGATES: 1.0}
         if mechanism.distributed:

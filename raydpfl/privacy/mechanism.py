@@ -430,11 +430,14 @@ class Mechanism:
         return None
 
     def unsampled(self) -> Mechanism:
-        """The same mechanism for an observer who knows the cohorts: everyone in every round."""
+        """The same mechanism for an observer who knows the cohorts: everyone in every round. What
+        has no proof where they are hidden is no exclusion here.
+        """
         everyone = Sampling("full", self.sampling.population, self.sampling.population)
         # which rounds a client is in is not known: those with the least noise come first
         ordered = self.factors if self.sampling.everyone else sorted(self.factors)
-        return replace(self, sampling=everyone, factors=tuple(ordered))
+        excluded = tuple(words for words in self.exclusions if words != self.unproved)
+        return replace(self, sampling=everyone, factors=tuple(ordered), exclusions=excluded)
 
     def of_person(self, group: int) -> Mechanism:
         """The same mechanism as it bears on `group` units of the population together, from 1 to all

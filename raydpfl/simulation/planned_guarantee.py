@@ -55,9 +55,6 @@ def of_config(
         raise ConfigError("--person", person, expected)
     else:
         budget = _of_cohorts(plan, cast(Mechanism, plan.mechanism), seen)
-    if plan.individual:
-        held = plan.individual.guarantees(cast(Mechanism, plan.mechanism))
-        budget.notes += [one.sentence() for one in held]
     if experiment.privacy.budget is not None:
         budget.notes.append(_lasts(plan, experiment.privacy.budget))
     return budget
@@ -75,9 +72,11 @@ def _of_cohorts(plan: Plan, mechanism: Mechanism, seen: Counter) -> Budget:
     unknown: Unknown = "epsilon" if target is None else "noise"
     most = max(seen.values(), default=1) if experiment.noise.stands_for is None else None
     terms = plan.terms
+    individual = tuple(plan.individual.guarantees(mechanism)) if plan.individual else ()
     return Budget(
-        mechanism, terms.relation, terms.delta, unknown, target, 1, most, terms.v, run=mechanism
-    )
+        mechanism, terms.relation, terms.delta, unknown, target, 1, most, terms.v, run=mechanism,
+        individual=individual,
+    )  # fmt: skip
 
 
 def _lasts(plan: Plan, budget: float) -> str:

@@ -16,7 +16,7 @@ from raydpfl.privacy import Composition, RunRelease
 from raydpfl.simulation.composed_runs import StoredRun, best_of_trials, compose_trials
 from raydpfl.sweep.spaces import Interval
 from raydpfl.sweep.sweep import Sweep
-from raydpfl.sweep.trials import Trial, trained
+from raydpfl.sweep.trials import Trial, shown, trained
 
 
 def of_the_best(sweep: Sweep, data_root: Path | None) -> Composition:
@@ -26,7 +26,8 @@ def of_the_best(sweep: Sweep, data_root: Path | None) -> Composition:
     """
     assert sweep.search.private
     values, trials = zip(*sweep.support(), strict=True)
-    runs = [StoredRun(f"trial {k}", one) for k, one in enumerate(trials)]
+    names = [shown(at) or "every trial" for at in values]
+    runs = [StoredRun(*each) for each in zip(names, trials, strict=True)]
     joint = best_of_trials(sweep.search.private.repetition(), runs, data_root)
     for key, space in sweep.spaces.items():
         if isinstance(space, Interval) and key in values[0]:

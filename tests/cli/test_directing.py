@@ -9,6 +9,7 @@ from conftest import SMALL, messages
 from raydpfl.cli import wrong_command
 
 SPACE = {"kind": "sgd", "lr": {"grid": [0.1, 0.2]}}
+PRIVATE = {"private": {"runs": "geometric", "mean": 3}}
 ARMS = {"study": {"id": "rates", "title": "Two", "seeds": 2}, **SMALL, "arms": {"Clip": {}}}
 
 
@@ -17,6 +18,7 @@ def place(tmp_path, monkeypatch):
     """A directory with a file and a directory of each kind."""
     monkeypatch.chdir(tmp_path)
     trees = {"experiment": SMALL, "sweep": {**SMALL, "local": SPACE}, "study": ARMS}
+    (tmp_path / "private.yaml").write_text(yaml.safe_dump({**trees["sweep"], "sweep": PRIVATE}))
     for name, tree in trees.items():
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
         (tmp_path / name).mkdir()

@@ -19,6 +19,7 @@ from scipy.special import ndtr, ndtri
 from raydpfl import privacy, run
 from raydpfl.cli import budget_display
 from raydpfl.errors import ConfigError
+from raydpfl.methods.noise import FAMILY
 from raydpfl.privacy import Mechanism, Query, Sampling, calculator, gaussian_epsilon
 from raydpfl.privacy.factorization import STRATEGIES
 from raydpfl.simulation import planned_guarantee
@@ -110,6 +111,22 @@ def test_noise_by_a_strategy_is_answered_with_its_zcdp(strategy):
     assert found == pytest.approx(5.0, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "shape"),
+    [("tree", {"restart": 30}), ("banded", {"bands": 5}), ("buffered", {"buffers": 1})],
+)
+def test_a_strategy_is_answered_in_the_shape_of_its_noise(strategy, shape):
+    """As the noise of a config is, fitted to such a run."""
+    asked = {"population": 10**6, "cohort": 100, "rounds": 60, "sampling": "public"}
+    asked |= {"strategy": strategy, "separation": 20, "noise_multiplier": 5.0}
+    noise = FAMILY[f"{strategy}_gaussian"](multiplier=5.0, **shape)
+    turns = {"kind": "min_separation", "cohort": 2, "min_separation": 20}
+    fitted = noise.fitted(experiment(rounds=60, selection=turns, server={"kind": "sgd"}).setting())
+    answer = calculator.of_clients(**asked, **shape)
+    assert answer.mechanism.squares == pytest.approx(fitted.squares(60, 20, 3))
+    assert answer.mechanism.squares != calculator.of_clients(**asked).mechanism.squares
+
+
 def test_the_guarantees_are_those_of_the_mechanism():
     found = ask("client", CLIENTS, 100, std=0.4, bound=0.5, participations=7)
     query = Query("updates", 0.5, 0.4 * math.sqrt(80))
@@ -136,6 +153,23 @@ def test_a_std_is_of_what_the_placement_draws(unit, given, z):
     assert given["std"] in [
         pytest.approx(value) for name, value in found.noise.items() if name.startswith("std_")
     ]
+
+
+SCHEME = {
+    "truncated_poisson": {"cohort": 10, "cap": 12},
+    "random_allocation": {"epoch": 10, "per_epoch": 2},
+}
+
+
+@pytest.mark.parametrize("sampling", SCHEME)
+def test_batches_may_be_capped_or_allocated_as_cohorts_are(sampling):
+    asked = {"sampling": sampling, "noise_multiplier": 2.0, **SCHEME[sampling]}
+    found = calculator.of_clients(population=100, rounds=20, **asked)
+    if "cohort" in asked:
+        asked["batch"] = asked.pop("cohort")
+    batches = calculator.of_samples(samples=100, steps=5, participations=4, **asked)
+    assert batches.mechanism.sampling == found.mechanism.sampling
+    assert batches.guarantees[0].epsilon == pytest.approx(found.guarantees[0].epsilon)
 
 
 @pytest.mark.slow
@@ -262,6 +296,23 @@ def test_every_combination_is_answered_or_refused_with_one_that_is_answered(samp
 
 
 ALL_THREE = {"accountants": ["pld", "rdp", "paper"]}
+
+
+@pytest.mark.parametrize(
+    ("unit", "given"),
+    [
+        ("sample", {**LOCAL["Poisson"], "relation": "add_remove", "participations": 1}),
+        ("client", {**SMALLER, "rounds": 50, "relation": "add_remove", "colluders": 5}),
+    ],
+)
+def test_no_number_is_split_in_eighty_columns(unit, given):
+    found = calculator.from_options(unit, **given, noise_multiplier=2.0)
+    lines = shown(found, width=80).splitlines()
+    assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
+    words = " ".join(lines).split()
+    for one in (answer.guarantee for answer in found.answers):
+        if math.isfinite(one.epsilon):
+            assert f"{one.epsilon:.4g}{'*' * bool(one.conditions_failed)}" in words
 
 
 def test_a_config_is_answered_as_its_run_reports(tmp_path):

@@ -77,7 +77,7 @@ def test_a_guarantee_is_the_largest_budget_and_more_for_single_updates():
     sums, single = budgets.guarantees(mechanism)
     assert sums.epsilon == pytest.approx(4.0, rel=1e-9)
     assert sums.observer == Observer.AGGREGATES
-    assert sums.sampling.knows == "cohort known"
+    assert sums.sampling.knows == "cohort known, own budgets"
     assert single.epsilon == gaussian_epsilon(4 * math.sqrt(budgets.squares[1]), 1e-5)
     assert any("have left" in words for words in sums.exclusions)
     assert "1 public clients" in sums.exclusions[-1]

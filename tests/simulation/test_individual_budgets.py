@@ -87,3 +87,16 @@ def test_a_poisson_cohort_stays_amplified_and_a_plan_says_what_budgets_hold():
     assert budget.guarantees[0].kind == "rigorous"
     assert "cohort hidden" in str(budget.guarantees[0].sampling)
     assert any("individual budgets" in note for note in budget.notes)
+
+
+def test_the_budget_command_shows_own_budgets_in_its_table_and_its_sentence(tmp_path, typed):
+    asked = experiment(privacy={"individual": 4.0, "accountants": ["pld"]}).to_yaml()
+    (tmp_path / "c.yaml").write_text(asked)
+    code, said, _ = typed("budget", tmp_path / "c.yaml")
+    rows = [" ".join(line.split()) for line in said.splitlines()]
+    assert code == 0 and "every aggregate, cohort known, own budgets 4" in rows
+    assert "Epsilon 4 at delta 1e-05 means" in said.split("\n\n")[-1]
+    amplified = "a hidden cohort amplifies"
+    for one in of_config(experiment(privacy={"individual": 4.0})).guarantees:
+        knows = "cohort known" in one.sampling.knows
+        assert knows == (amplified not in one.sentence().partition("Not accounted for")[2])

@@ -90,6 +90,17 @@ def test_a_private_search_spends_as_its_costliest_trial_repeated():
     assert spent["pld"] < spent["rdp"]
 
 
+def test_the_budget_command_says_what_a_private_search_would_spend(tmp_path, typed):
+    sweep = private(noise={"multiplier": {"grid": [3.0, 1.5]}})
+    (tmp_path / "sweep.yaml").write_text(sweep.to_yaml())
+    code, said, _ = typed("budget", tmp_path / "sweep.yaml", "noise.multiplier=1.5", "--json")
+    spent = of_the_best(private(noise={"multiplier": 1.5}), None)
+    assert code == 0 and json.loads(said) == json.loads(json.dumps(spent.to_dict()))
+    code, said, _ = typed("budget", tmp_path / "sweep.yaml")
+    assert "best run alone, of a geometric number" in " ".join(said.split())
+    assert "noise.multiplier=3 " in said and f"{spent.epsilon.epsilon:.4g}" in said
+
+
 @pytest.mark.slow
 def test_the_result_of_a_private_search_is_the_best_run_alone(tmp_path):
     sweep = private(sweep={"private": {"runs": "poisson", "mean": 4}})
