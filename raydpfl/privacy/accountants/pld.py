@@ -33,7 +33,10 @@ class Pld(Accountant):
     needs = NEEDS["pld"]
 
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
-        return np.minimum(self._spent(event, delta, counts), _largest(event, counts))
+        spent = np.minimum(self._spent(event, delta, counts), _largest(event, counts))
+        if not event.sampling.hidden:
+            return spent
+        return np.minimum(spent, _of_any_cohorts(event.at_most(counts), delta))
 
     def _spent(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
         """Epsilon by the loss itself."""
@@ -85,6 +88,11 @@ class Pld(Accountant):
             return 0.0
         if not event.sampling.hidden:
             return float(pld.gaussian_delta(epsilon, event.unamplified(count)))
+        known = float(pld.gaussian_delta(epsilon, event.at_most(count)))
+        return min(self._delta_of(event, epsilon, count), known)
+
+    def _delta_of(self, event: Event, epsilon: float, count: int) -> float:
+        """Delta by the loss itself."""
         if event.mus:
             composed = float(self.tradeoff_of(event, count).delta(epsilon))
             if _by_rdp(event):
@@ -122,6 +130,8 @@ class Pld(Accountant):
                 gaussian = functools.partial(pld.gaussian_delta, mu=mu)
                 curves.append((((gaussian, gaussian),), 1))
             composed = max(composed, pld.together(curves, delta))
+        known = math.hypot(*open_ones, *(event.at_most(n) for event, n in secret))
+        composed = min(composed, float(_of_any_cohorts(np.array(known), delta)))
         if not all(_by_rdp(event) for event, _ in secret):
             return composed
         return min(composed, Rdp().together(parts, delta))
@@ -131,6 +141,11 @@ class Pld(Accountant):
         if not all(_by_rdp(event) for event, _ in runs if event.sampling.hidden):
             return by_profile
         return min(by_profile, Rdp().best_of(repetition, runs, delta))
+
+
+def _of_any_cohorts(mu: np.ndarray, delta: float) -> np.ndarray:
+    """Epsilon of what is no more than Gaussians of mu, float64 [...]: all infinite, or none."""
+    return pld.gaussian_epsilon(mu, delta) if np.isfinite(mu).all() else mu
 
 
 def _in_levels(parts: Sequence[Part]) -> list[Part]:
