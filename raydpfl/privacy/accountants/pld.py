@@ -26,7 +26,8 @@ _OF_CHERNOFF = 0.02  # about what delta is of its Chernoff bound
 
 class Pld(Accountant):
     """Composes the privacy loss of a round by FFT, or in closed form where nothing is amplified.
-    Next to a grid that is coarse for the loss, the smaller of its epsilon and rdp's is taken.
+    Next to a grid that is coarse for the loss, and with Laplace noise, the smaller of its epsilon
+    and rdp's is taken.
     """
 
     name = "pld"
@@ -65,7 +66,7 @@ class Pld(Accountant):
         first, last = (int(count) * event.gaussians for count in (times[0], times[-1]))
         losses = _losses(event, last, part, delta)
         composed = np.max([loss.epsilons(delta, first, last) for loss in losses], axis=0)
-        if _by_rdp(event) and (any(loss.coarse for loss in losses) or np.isinf(composed).any()):
+        if _by_rdp(event) and (_loose(event, losses) or np.isinf(composed).any()):
             composed = np.minimum(composed, Rdp().curve(event, delta, times))
         return composed[times - times[0]]
 
@@ -103,7 +104,7 @@ class Pld(Accountant):
         near = max(_OF_CHERNOFF * max(bounds), 1e-300)
         losses = _losses(event, rounds, part, near)
         deltas = [loss.delta(epsilon, rounds, near) for loss in losses]
-        if _by_rdp(event) and any(loss.coarse for loss in losses):
+        if _by_rdp(event) and _loose(event, losses):
             return min(max(deltas), Rdp().delta_of(event, epsilon, count))
         return min(max(deltas), 1.0)
 
@@ -173,6 +174,11 @@ def _largest(event: Event, counts: np.ndarray) -> np.ndarray | float:
 
 def _by_rdp(event: Event) -> bool:
     return event.sampling.scheme.gives(NEEDS["rdp"])
+
+
+def _loose(event: Event, losses: Sequence[pld.LossDistribution]) -> bool:
+    """Whether rdp may have less: next to a coarse grid, and of Laplace noise, in closed form."""
+    return math.isfinite(_largest(event, np.array(1))) or any(loss.coarse for loss in losses)
 
 
 def _charged(event: Event, count: int) -> tuple[int, int]:
