@@ -27,6 +27,7 @@ from raydpfl.privacy.types import LEAST_DELTA, Relation, one_of
 NOISELESS = "no noise is added, so nothing is private"
 COARSE = "noise of so few steps of the integers has no guarantee; more noise.bits make more steps"
 UNREACHED = "delta is too small for {} to tell an epsilon in double precision"
+MOST_HIDDEN = 1 << 22  # rounds, whose losses may take 4 GB
 
 
 def covers(accountant: str, mechanism: Mechanism, relation: Relation) -> str | None:
@@ -227,3 +228,6 @@ def _check(
         raise ConfigError("delta", delta, "a number between 0 and 1, from 1e-300 on")
     if not (isinstance(rounds, int) and rounds >= 1):
         raise ConfigError("rounds", rounds, "an integer, at least 1")
+    if mechanism.hidden and rounds > MOST_HIDDEN:
+        expected = f"at most {MOST_HIDDEN:,}, local steps included, where a cohort is a secret"
+        raise ConfigError("rounds", rounds, expected)
