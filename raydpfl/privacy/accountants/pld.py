@@ -51,7 +51,8 @@ class Pld(Accountant):
                 [[pld.epsilon_at(delta, unequal.step, each) for each in one] for one in tails],
                 axis=0,
             )
-            if _by_rdp(event):
+            far = pld.is_small(delta, last) or np.isinf(composed).any()
+            if _by_rdp(event) and (far or _loose(event, [unequal])):
                 composed = np.minimum(composed, Rdp().curve(event, delta, counts))
             return composed
         times, parts = event.sampling.scheme.charged(event.sampling, counts)
@@ -96,7 +97,8 @@ class Pld(Accountant):
         """Delta by the loss itself."""
         if event.mus:
             composed = float(self.tradeoff_of(event, count).delta(epsilon))
-            if _by_rdp(event):
+            far = pld.is_small(composed, count)
+            if _by_rdp(event) and (far or _loose(event, [_unequal(event, count)])):
                 composed = min(composed, Rdp().delta_of(event, epsilon, count))
             return composed
         rounds, part = _charged(event, count)
@@ -176,7 +178,7 @@ def _by_rdp(event: Event) -> bool:
     return event.sampling.scheme.gives(NEEDS["rdp"])
 
 
-def _loose(event: Event, losses: Sequence[pld.LossDistribution]) -> bool:
+def _loose(event: Event, losses: Sequence[pld.LossDistribution | Rounds]) -> bool:
     """Whether rdp may have less: next to a coarse grid, and of Laplace noise, in closed form."""
     return math.isfinite(_largest(event, np.array(1))) or any(loss.coarse for loss in losses)
 
