@@ -22,11 +22,12 @@ from raydpfl.privacy.guarantee import GROUP, Guarantee, Observer, Scope, column
 from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.privacy.observers import ObserverView, views
 from raydpfl.privacy.tradeoff import TradeOff
-from raydpfl.privacy.types import Relation, one_of
+from raydpfl.privacy.types import LEAST_DELTA, Relation, one_of
 
 NOISELESS = "no noise is added, so nothing is private"
 COARSE = "noise of so few steps of the integers has no guarantee; more noise.bits make more steps"
 UNREACHED = "delta is too small for {} to tell an epsilon in double precision"
+MOST_HIDDEN = 1 << 22  # rounds, whose losses may take 4 GB
 
 
 def covers(accountant: str, mechanism: Mechanism, relation: Relation) -> str | None:
@@ -63,7 +64,7 @@ def epsilon(
     Args:
         mechanism: what runs.
         relation: the neighbouring relation: `add_remove`, `zero_out` or `replace_one`.
-        delta: between 0 and 1, both excluded.
+        delta: from 1e-300, and below 1.
         rounds: how many, at least 1; None: the mechanism's own.
         accountant: `pld`, `rdp`, `paper` or the import path of a user-defined one.
         v: the constant that 000 Theorem 3.2 leaves open; only `paper` reads it.
@@ -223,7 +224,10 @@ def _check(
     reason = covers(accountant, mechanism, relation)
     if reason:
         raise ConfigError("accountant", accountant, f"one that covers it: {reason}")
-    if not (0 < delta < 1):
-        raise ConfigError("delta", delta, "a number between 0 and 1, both excluded")
+    if not LEAST_DELTA <= delta < 1:
+        raise ConfigError("delta", delta, "a number between 0 and 1, from 1e-300 on")
     if not (isinstance(rounds, int) and rounds >= 1):
         raise ConfigError("rounds", rounds, "an integer, at least 1")
+    if mechanism.hidden and rounds > MOST_HIDDEN:
+        expected = f"at most {MOST_HIDDEN:,}, local steps included, where a cohort is a secret"
+        raise ConfigError("rounds", rounds, expected)

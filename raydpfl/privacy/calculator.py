@@ -57,7 +57,7 @@ from raydpfl.privacy.mechanism import Mechanism, Query
 from raydpfl.privacy.observers import ObserverView, views
 from raydpfl.privacy.release_report import LocalStepsReport, row_quantiles
 from raydpfl.privacy.sampling import Sampling, scheme_of
-from raydpfl.privacy.types import Placement, Relation
+from raydpfl.privacy.types import LEAST_DELTA, Placement, Relation
 
 Unknown = Literal["epsilon", "noise", "rounds"]
 # how sums are taken of integers, if they are, the default placement first
@@ -309,7 +309,7 @@ class Budget:
 
     def _truth(self, z: float, rounds: int, delta: float) -> float:
         """Epsilon by pld."""
-        if not 0 < delta < 1:
+        if not LEAST_DELTA <= delta < 1:
             return math.inf
         return self._against(0, "pld", z, rounds, delta).epsilon
 
@@ -771,8 +771,8 @@ def _covered(mechanism: Mechanism, asked: str, delta: float) -> Relation:
     `ConfigError` for a delta out of range, and for what no rigorous accountant covers, with the
     nearest combination that is covered.
     """
-    if not 0 < delta < 1:
-        raise ConfigError("delta", delta, "a number between 0 and 1, both excluded")
+    if not LEAST_DELTA <= delta < 1:
+        raise ConfigError("delta", delta, "a number between 0 and 1, from 1e-300 on")
     who = mechanism.sampling
     auto = "add_remove" if who.size_secret else "replace_one"
     relation = cast(Relation, auto if asked == "auto" else asked)  # `covers` refuses other words

@@ -62,6 +62,9 @@ class GroupSampling(SamplingScheme):
     def refuses(self, relation):
         return self.scheme.refuses(relation)
 
+    def moved(self, sampling, relation):
+        return self.group * self.scheme.moved(self._of_one(sampling), relation)
+
     def curves(self, sampling, mu, relation):
         return self.scheme.group_curves(self._of_one(sampling), mu, self.group, relation)
 

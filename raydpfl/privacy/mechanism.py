@@ -154,6 +154,19 @@ class Event:
         square = self.gaussians * self.mu**2 + self.also**2
         return np.sqrt(np.asarray(counts) * square + self.once**2)
 
+    def at_most(self, counts: ArrayLike) -> np.ndarray:
+        """As `unamplified` where samples are secrets: mu of a Gaussian that shows no less than
+        `counts` events over any cohorts; infinite where none is known.
+        """
+        scheme, counts = self.sampling.scheme, np.asarray(counts)
+        moved = scheme.moved(self.sampling, self.relation)
+        if math.isinf(moved):
+            return np.full(counts.shape, math.inf)
+        further = replace(self, mu=moved * self.mu, mus=tuple(moved * mu for mu in self.mus))
+        # of an epoch a client is in `per_epoch` rounds
+        times, _ = scheme.charged(self.sampling, counts)
+        return further.unamplified(np.minimum(counts, times * (self.sampling.per_epoch or 1)))
+
 
 @dataclass(frozen=True)
 class Mechanism:

@@ -66,7 +66,8 @@ class LikelihoodRatio:
     @property
     def in_range(self) -> bool:
         """Whether what is cut off is little, and float64 holds the rest."""
-        return max(self.zero, self.infinite) <= _LOST and self.logs[-1] <= _LARGEST
+        lost = np.array([self.zero, self.infinite])  # which NaN does not pass
+        return bool((lost <= _LOST).all()) and self.logs[-1] <= _LARGEST
 
     def log_std(self) -> float:
         """Standard deviation of the logarithm, without 0 and infinity."""
@@ -145,11 +146,13 @@ class LikelihoodRatio:
         """
         logs = self.logs
         with np.errstate(divide="ignore"):
-            parts = np.exp(np.log(self.masses) + logs)
+            log_masses = np.log(self.masses)
+        parts = np.exp(log_masses + logs)
         last = int((np.cumsum(parts[::-1])[::-1] > _CUT).sum())
         first = int((np.cumsum(self.masses) <= _CUT).sum())
         masses = self.masses[first:last].copy()
-        moved = parts[:first].sum() / math.exp(logs[first])
+        up = max(0.0, -_LARGEST - logs[first])  # where float64 has no such values
+        moved = np.exp(log_masses[:first] + logs[:first] + up).sum() / math.exp(logs[first] + up)
         masses[0] += moved
         zero = self.zero + self.masses[last:].sum() + (self.masses[:first].sum() - moved)
         infinite = self.infinite + parts[last:].sum()

@@ -11,12 +11,13 @@ Relation = Literal["add_remove", "zero_out", "replace_one"]
 Placement = Literal["client", "server", "step"]
 # a person: some samples, or all, of a client together
 Unit = Literal["client", "sample", "person"]
+LEAST_DELTA = 1e-300  # below it float64 has few digits, or none
 
 
 @dataclass(frozen=True)
 class Terms:
     """What guarantees are asked for: the neighbouring relation, the delta that epsilons are at
-    (above 0 and below 1, else `ConfigError`), and the constant v that 000 Theorem 3.2 and 001
+    (from 1e-300 and below 1, else `ConfigError`), and the constant v that 000 Theorem 3.2 and 001
     Theorem 1 leave open; rigorous accountants have none.
     """
 
@@ -25,8 +26,8 @@ class Terms:
     v: float = 4.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.delta < 1:
-            raise ConfigError("noise.delta", self.delta, "a number above 0 and below 1")
+        if not LEAST_DELTA <= self.delta < 1:
+            raise ConfigError("noise.delta", self.delta, "a number from 1e-300, and below 1")
 
 
 def one_of(field: str, value: object, choices: object) -> None:

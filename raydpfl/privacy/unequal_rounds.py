@@ -63,6 +63,11 @@ class Rounds:
             for d in range(self.directions)
         ]
 
+    @property
+    def coarse(self) -> bool:
+        """As of `LossDistribution`."""
+        return any(loss.coarse for losses in self._losses for loss in losses)
+
     def deltas(self, direction: int, first: int) -> Iterator[np.ndarray]:
         """Delta at epsilon = 0, step, 2 step, ... after `first`, ..., T rounds, an array each; the
         last value is the mass at infinity.

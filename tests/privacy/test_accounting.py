@@ -32,6 +32,10 @@ from raydpfl.privacy import (
     noise_for,
     pld,
 )
+from raydpfl.privacy.accountants import ACCOUNTANTS
+from raydpfl.privacy.group import together as of_person
+from raydpfl.privacy.mechanism import Event
+from raydpfl.privacy.sampling.with_replacement import SamplingWithReplacement
 
 RELATIONS = privacy_accountant.NeighboringRelation
 NATURAL = {
@@ -231,9 +235,16 @@ def test_extreme_noise_is_accounted_for_too(mu):
     assert 0 <= found <= float(gaussian_epsilon(mu * math.sqrt(10), 1e-5)) * (1 + 1e-3) + 1e-9
 
 
+class Drawn(SamplingWithReplacement):
+    """Draws of which it is not said how far they move a sum."""
+
+    def moved(self, sampling, relation):
+        return math.inf
+
+
 def test_a_delta_out_of_numerical_reach_gives_infinity_not_a_number_too_small():
     """Of draws with replacement, whose curve has a floor: what it costs to be drawn too often."""
-    drawn = mechanism("with_replacement")
+    drawn = mechanism(Drawn())
     assert epsilon(drawn, "replace_one", 1e-20) == math.inf
     hidden, known = guarantees(drawn, "replace_one", 1e-20, accountants=["pld"])
     assert hidden.epsilon == math.inf and hidden.conditions_failed == (
@@ -531,3 +542,53 @@ def test_few_participations_that_occurred_bound_no_hidden_cohort():
     assert proved == pytest.approx(290.4, abs=0.1)
     assert known.epsilon == pytest.approx(222.98, abs=0.01)
     assert proved <= hidden.epsilon == pytest.approx(355.14, abs=0.01)
+
+
+PERSONS = [Sampling(kind, 100, 60) for kind in ("fixed", "poisson", "with_replacement")]
+HIDDEN = [
+    Sampling("fixed", 100, 60),
+    Sampling("fixed", 1000, 990),
+    Sampling("fixed", 100, 60, colluders=20),
+    Sampling("poisson", 100, 60),
+    Sampling("truncated_poisson", 100, 60, cap=65),
+    Sampling("with_replacement", 100, 60),
+    Sampling("random_allocation", 100, 33, epoch=3, per_epoch=1),
+    *(of_person(sampling, 3)[0] for sampling in PERSONS),
+]
+
+
+@pytest.mark.parametrize("relation", ["replace_one", "zero_out", "add_remove"])
+@pytest.mark.parametrize("sampling", HIDDEN, ids=str)
+def test_no_round_shows_more_than_the_gaussian_of_the_worst_cohorts(sampling, relation):
+    scheme = sampling.scheme
+    if scheme.refuses(relation) or (sampling.colluders and relation == "add_remove"):
+        return
+    mu, at = 0.7, np.array([0.0, 0.1, 1.0, 3.0])
+    event = Event(sampling, mu, relation=relation)
+    most = gaussian_delta(at, float(event.at_most(1)))
+    curves = [curve for pair in sampling.scheme.curves(sampling, mu, relation) for curve in pair]
+    shown = np.max([curve(at) for curve in curves], axis=0)
+    assert (shown <= most * (1 + 1e-9)).all()
+    if sampling.cohort == 990:
+        assert (shown > gaussian_delta(at, 0.9 * float(event.at_most(1)))).all()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "relation", "z", "rounds", "delta"),
+    [
+        (HIDDEN[5], "replace_one", 20.0, 5, 1e-20),  # whose curve has a floor
+        (HIDDEN[6], "add_remove", 8.4, 6, 1e-38),
+        (Sampling("fixed", 495, 299), "replace_one", 0.19, (1.0, 1.5) * 40, 1e-13),
+        (Sampling("poisson", 1000, 5), "replace_one", 0.03, (1.0, 1.5) * 15, 1e-13),
+    ],
+    ids=str,
+)
+def test_a_hidden_cohort_never_costs_more_than_a_known_one(sampling, relation, z, rounds, delta):
+    factors = rounds if isinstance(rounds, tuple) else ()
+    query = Query("update", 1.0, z)
+    run = Mechanism(sampling, (query,), len(factors) or rounds, factors=factors)
+    hidden, known = guarantees(run, relation, delta, accountants=["pld"])
+    assert hidden.epsilon <= known.epsilon < math.inf
+    event = run.event(relation)
+    most = ACCOUNTANTS["pld"].delta_of(event, known.epsilon, run.rounds)
+    assert most <= delta * (1 + 1e-9)

@@ -149,6 +149,16 @@ def test_directions_of_other_schemes_are_not_taken_to_stand_in_the_same_order():
 
 
 @pytest.mark.slow
+def test_hidden_cohorts_never_cost_more_than_known_ones():
+    """At a delta that is out of reach of the losses of two schemes."""
+    allocated = Sampling("random_allocation", 1000, 100, epoch=10, per_epoch=1)
+    query = Query("updates", 1.0, 2.0)
+    one = RunRelease("a", Mechanism(allocated, (query,), 20), "add_remove", 20, None, 0, "")
+    other = released("poisson", 100, 2.0, 20, seed=1)
+    secret, known = together([one, other], 1e-17, ["pld"]).guarantees
+    assert secret.epsilon <= known.epsilon < math.inf
+
+
 def test_a_thousand_kinds_of_rounds_are_composed_by_levels():
     """Next to rdp, which takes each as it is, and to the loudest of all rounds."""
     run = released("poisson", 100, 1.0, 1000)

@@ -13,6 +13,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.methods.noise import FAMILY
 from raydpfl.methods.noise.laplace import LaplaceSource
 from raydpfl.privacy import Mechanism, Query, Sampling, delta, epsilon, tradeoff
+from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.privacy.laplace import laplace_delta
 
 DELTA = 1e-5
@@ -37,6 +38,18 @@ def test_one_round_is_pure_and_so_are_many():
     assert delta(sampled, "add_remove", pure * 1.0001) == 0.0
     unequal = of("full", 9, 9, 2.0, 2, (1.0, 0.5))
     assert epsilon(unequal, "zero_out", 1e-300) == pytest.approx(0.5 + 1.0)
+
+
+@pytest.mark.parametrize(
+    ("z", "rounds", "at"), [(20.197, 6, 8.2e-6), (1.0, 10, 1e-5), (5.0, 3, 1e-4)]
+)
+def test_pld_is_never_above_rdp(z, rounds, at):
+    mechanism = of("full", 9, 9, z / ROOT, rounds)
+    by_rdp = epsilon(mechanism, "zero_out", at, accountant="rdp")
+    assert epsilon(mechanism, "zero_out", at) == by_rdp
+    event = mechanism.event("zero_out")
+    deltas = [ACCOUNTANTS[name].delta_of(event, by_rdp, rounds) for name in ("pld", "rdp")]
+    assert deltas[0] <= deltas[1] <= at * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("q", "scale", "rounds"), [(0.01, 1.0, 100), (0.2, 4.0, 50), (1, 3.0, 40)])

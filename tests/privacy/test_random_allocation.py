@@ -127,6 +127,15 @@ def test_noise_of_any_size_has_an_epsilon_below_that_of_known_rounds(mu):
     assert 0 <= epsilon(run, "add_remove", 1e-6) <= known * (1 + 1e-3) + 1e-9
 
 
+@pytest.mark.filterwarnings("error")
+def test_ratios_that_float64_does_not_hold_are_told_apart_without_a_warning():
+    run = allocated(12, 7, 45, z=0.076)
+    known = float(pld.gaussian_epsilon(math.sqrt(4 * 7) / 0.076, 1e-25))
+    assert epsilon(run, "add_remove", 1e-25) == pytest.approx(known, rel=1e-3)
+    ratio = random_allocation.epoch(1.0, 12, 7)
+    assert ratio.in_range and not replace(ratio, infinite=math.nan).in_range
+
+
 def test_calibrated_noise_spends_the_budget():
     run = allocated(20, 1, 60)
     z = noise_for(2.0, run, "add_remove", 1e-5)

@@ -1,5 +1,6 @@
 """Rounds whose noise differs, against the library, closed forms and equal rounds."""
 
+import itertools
 import json
 import math
 
@@ -12,6 +13,7 @@ from raydpfl import privacy, run
 from raydpfl.methods.noise import Gaussian
 from raydpfl.privacy import Mechanism, Query, Sampling, epsilon, epsilon_curve, unequal_rounds
 from raydpfl.privacy.accountants import named
+from raydpfl.privacy.accountants import pld as pld_accountant
 from raydpfl.privacy.pld import epsilon_at
 from raydpfl.simulation.resolution import resolve
 
@@ -78,6 +80,24 @@ def test_a_std_of_every_round_costs_hardly_more_than_all_of_them_counted(monkeyp
     tail = next(few.deltas(0, len(mus)))
     assert spent[0] <= epsilon_at(DELTA, few.step, tail) <= spent[0] * 1.01
     assert spent[0] < spent[1]
+
+
+def test_rdp_is_asked_only_where_it_may_have_less(monkeypatch):
+    """Of 40 stds under Poisson it takes seconds, and a calibration asks six times and more."""
+    asked = []
+    monkeypatch.setattr(pld_accountant.Rdp, "curve", lambda *a: asked.append(a) or [math.inf])
+    mechanism = of("poisson", 100, 20, 2.09, [0.99**t for t in range(40)])
+    assert epsilon(mechanism, "add_remove", DELTA) == pytest.approx(4.0, rel=1e-2) and not asked
+    known = epsilon(mechanism.unsampled(), "zero_out", 1e-14)
+    assert epsilon(mechanism, "add_remove", 1e-14) <= known and len(asked) == 1
+
+
+@pytest.mark.slow
+def test_rdp_has_no_less_where_it_is_not_asked():
+    for mu, q, delta in itertools.product([0.1, 1.0, 30.0], [0.01, 0.9], [1e-2, 1e-10]):
+        mechanism = of("poisson", 1000, int(1000 * q), 1 / mu, [1.0] * 20 + [1.3] * 5)
+        by_rdp = epsilon(mechanism, "add_remove", delta, accountant="rdp")
+        assert epsilon(mechanism, "add_remove", delta) <= by_rdp
 
 
 @pytest.mark.parametrize("mu", [0.3, 2.0, 6.0])

@@ -26,14 +26,18 @@ _OF_CHERNOFF = 0.02  # about what delta is of its Chernoff bound
 
 class Pld(Accountant):
     """Composes the privacy loss of a round by FFT, or in closed form where nothing is amplified.
-    Next to a grid that is coarse for the loss, the smaller of its epsilon and rdp's is taken.
+    Next to a grid that is coarse for the loss, and with Laplace noise, the smaller of its epsilon
+    and rdp's is taken.
     """
 
     name = "pld"
     needs = NEEDS["pld"]
 
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
-        return np.minimum(self._spent(event, delta, counts), _largest(event, counts))
+        spent = np.minimum(self._spent(event, delta, counts), _largest(event, counts))
+        if not event.sampling.hidden:
+            return spent
+        return np.minimum(spent, _of_any_cohorts(event.at_most(counts), delta))
 
     def _spent(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
         """Epsilon by the loss itself."""
@@ -47,7 +51,8 @@ class Pld(Accountant):
                 [[pld.epsilon_at(delta, unequal.step, each) for each in one] for one in tails],
                 axis=0,
             )
-            if _by_rdp(event):
+            far = pld.is_small(delta, last) or np.isinf(composed).any()
+            if _by_rdp(event) and (far or _loose(event, [unequal])):
                 composed = np.minimum(composed, Rdp().curve(event, delta, counts))
             return composed
         times, parts = event.sampling.scheme.charged(event.sampling, counts)
@@ -62,7 +67,7 @@ class Pld(Accountant):
         first, last = (int(count) * event.gaussians for count in (times[0], times[-1]))
         losses = _losses(event, last, part, delta)
         composed = np.max([loss.epsilons(delta, first, last) for loss in losses], axis=0)
-        if _by_rdp(event) and (any(loss.coarse for loss in losses) or np.isinf(composed).any()):
+        if _by_rdp(event) and (_loose(event, losses) or np.isinf(composed).any()):
             composed = np.minimum(composed, Rdp().curve(event, delta, times))
         return composed[times - times[0]]
 
@@ -85,9 +90,15 @@ class Pld(Accountant):
             return 0.0
         if not event.sampling.hidden:
             return float(pld.gaussian_delta(epsilon, event.unamplified(count)))
+        known = float(pld.gaussian_delta(epsilon, event.at_most(count)))
+        return min(self._delta_of(event, epsilon, count), known)
+
+    def _delta_of(self, event: Event, epsilon: float, count: int) -> float:
+        """Delta by the loss itself."""
         if event.mus:
             composed = float(self.tradeoff_of(event, count).delta(epsilon))
-            if _by_rdp(event):
+            far = pld.is_small(composed, count)
+            if _by_rdp(event) and (far or _loose(event, [_unequal(event, count)])):
                 composed = min(composed, Rdp().delta_of(event, epsilon, count))
             return composed
         rounds, part = _charged(event, count)
@@ -95,7 +106,7 @@ class Pld(Accountant):
         near = max(_OF_CHERNOFF * max(bounds), 1e-300)
         losses = _losses(event, rounds, part, near)
         deltas = [loss.delta(epsilon, rounds, near) for loss in losses]
-        if _by_rdp(event) and any(loss.coarse for loss in losses):
+        if _by_rdp(event) and _loose(event, losses):
             return min(max(deltas), Rdp().delta_of(event, epsilon, count))
         return min(max(deltas), 1.0)
 
@@ -122,6 +133,8 @@ class Pld(Accountant):
                 gaussian = functools.partial(pld.gaussian_delta, mu=mu)
                 curves.append((((gaussian, gaussian),), 1))
             composed = max(composed, pld.together(curves, delta))
+        known = math.hypot(*open_ones, *(event.at_most(n) for event, n in secret))
+        composed = min(composed, float(_of_any_cohorts(np.array(known), delta)))
         if not all(_by_rdp(event) for event, _ in secret):
             return composed
         return min(composed, Rdp().together(parts, delta))
@@ -131,6 +144,11 @@ class Pld(Accountant):
         if not all(_by_rdp(event) for event, _ in runs if event.sampling.hidden):
             return by_profile
         return min(by_profile, Rdp().best_of(repetition, runs, delta))
+
+
+def _of_any_cohorts(mu: np.ndarray, delta: float) -> np.ndarray:
+    """Epsilon of what is no more than Gaussians of mu, float64 [...]: all infinite, or none."""
+    return pld.gaussian_epsilon(mu, delta) if np.isfinite(mu).all() else mu
 
 
 def _in_levels(parts: Sequence[Part]) -> list[Part]:
@@ -158,6 +176,11 @@ def _largest(event: Event, counts: np.ndarray) -> np.ndarray | float:
 
 def _by_rdp(event: Event) -> bool:
     return event.sampling.scheme.gives(NEEDS["rdp"])
+
+
+def _loose(event: Event, losses: Sequence[pld.LossDistribution | Rounds]) -> bool:
+    """Whether rdp may have less: next to a coarse grid, and of Laplace noise, in closed form."""
+    return math.isfinite(_largest(event, np.array(1))) or any(loss.coarse for loss in losses)
 
 
 def _charged(event: Event, count: int) -> tuple[int, int]:

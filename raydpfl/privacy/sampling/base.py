@@ -292,6 +292,12 @@ class SamplingScheme:
         """
         raise NotImplementedError
 
+    def moved(self, sampling: Sampling, relation: Relation) -> float:
+        """How many `mu` a client moves the sum of a round at most, whatever the cohort
+        (docs/proofs.md, Sums over cohorts); infinite where that is not known.
+        """
+        return math.inf
+
     def largest_loss(self, sampling: Sampling, mu: float) -> float:
         """The largest privacy loss of a round; infinite where there is none."""
         return math.inf

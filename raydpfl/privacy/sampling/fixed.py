@@ -32,6 +32,12 @@ class FixedSizeSampling(SamplingScheme):
     def against(self, sampling, colluders):
         return replace(sampling, colluders=colluders)
 
+    def moved(self, sampling, relation):
+        """Under add_remove another takes the place of a client that is absent."""
+        cohort = sampling.cohort
+        told = min(sampling.colluders or 0, cohort - 1)
+        return (2 if relation == "add_remove" else 1) * math.sqrt(cohort / (cohort - told))
+
     def curves(self, sampling, mu, relation):
         if sampling.colluders:
             parts = _by_colluders(sampling)

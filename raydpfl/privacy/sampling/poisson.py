@@ -53,6 +53,9 @@ class PoissonSampling(SamplingScheme):
     def convex(self, relation):
         return relation != "replace_one"
 
+    def moved(self, sampling, relation):
+        return 1.0
+
     def curves(self, sampling, mu, relation):
         if relation != "replace_one":
             return pld.poisson_curves(sampling.q, mu)

@@ -79,6 +79,9 @@ class RandomAllocationSampling(SamplingScheme):
             parts = np.where(rounds <= part, part, parts)
         return -(-rounds // whole), np.where(parts < whole, parts, 0)
 
+    def moved(self, sampling, relation):
+        return 1.0
+
     def curves(self, sampling, mu, relation):
         pair = random_allocation.curves(mu, sampling.epoch, sampling.per_epoch)
         return pair, pair[::-1]

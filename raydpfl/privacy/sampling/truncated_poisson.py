@@ -48,6 +48,9 @@ class TruncatedPoissonSampling(SamplingScheme):
         expected = f"{sampling.cohort} of {sampling.population} expected"
         return f"Poisson, {expected}, at most {sampling.cap}"
 
+    def moved(self, sampling, relation):
+        return FixedSizeSampling().moved(sampling, relation)
+
     def curves(self, sampling, mu, relation):
         below, at_cap, chance = _parts(sampling)
         drawn = PoissonSampling().curves(below, mu, relation)
