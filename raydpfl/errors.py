@@ -182,14 +182,20 @@ def brief(text: str) -> str:
     return f"{shown}\n{MORE}" if more else shown
 
 
-def one_line(error: BaseException) -> str:
-    """An exception in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+def one_line(error: BaseException, most: int = 300) -> str:
+    """An exception in one line of at most so many characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:most]
+
+
+def message(error: BaseException, most: int = 300) -> str:
+    """What an exception says, as `one_line`; its type where it says nothing."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def in_line(error: BaseException) -> str:
     """An exception, and where it was raised in user-defined code, in one line."""
-    what = one_line(error)[:200]
+    what = one_line(error, 200)
     theirs = frames_of_user(error)
     if not theirs:
         return what

@@ -68,6 +68,11 @@ def experiment(**sections):
     return Experiment.from_dict(tree)
 
 
+def batches(shards, name, size=100):
+    """The `test` or `validation` rows of opened data for training, `size` at a time: x and y."""
+    return itertools.starmap(shards.decoded, shards.stored_batches(name, size))
+
+
 def form(shape, classes=10, task="classification", targets=(), tokens=0):
     """Samples of this shape, and what is learnt of them."""
     from raydpfl.models import tasks

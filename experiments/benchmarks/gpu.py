@@ -52,7 +52,7 @@ from raydpfl import Experiment, models, run
 from raydpfl.core import device
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError, RunError
-from raydpfl.models.networks.dropout_cnn import DropoutCnn
+from raydpfl.models.networks.convolutional import DropoutCnn
 from raydpfl.simulation.resolution import resolve
 
 HERE = Path(__file__).resolve().parent

@@ -134,7 +134,6 @@ class CanaryActor(ClientActor):
         run.plant(self)
 
     def contribution(self, state: ChunkRound) -> Contribution:
-        """See `ClientActor.contribution`."""
         return ObservedContribution(super().contribution(state), self.run)
 
 
@@ -147,12 +146,10 @@ class ObservedContribution(Contribution):
         self.run = run
 
     def blocks(self, state: ChunkRound) -> Iterator[Block]:
-        """See `Contribution.blocks`."""
         for block in self.run.blocks(self, state):
             yield from block.singles()
 
     def add(self, state: ChunkRound, block: Block, total: torch.Tensor) -> None:
-        """See `Contribution.add`."""
         sent = torch.zeros_like(total)
         self.observed.add(state, block, sent)
         total += sent

@@ -208,7 +208,6 @@ class SampleCanaryRun(CanaryRun):
         self.trainer.noise_seed = plan.noise_seed
 
     def plant(self, actor: ClientActor) -> None:
-        """See `CanaryRun.plant`."""
         actor.shards.reader = CanaryRows(actor.shards, self.canaries)
 
     def sent(self, state: ChunkRound, block: Block, vector: torch.Tensor) -> None:

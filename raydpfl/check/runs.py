@@ -36,7 +36,6 @@ class SeveralActors(Inline):
         self._make = cache(lambda index: ClientActor(experiment, shards))
 
     def assign(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-        """See `Inline.assign`."""
         if self.per_client:
             return assign_singly(chunks)
         return self._assign(chunks, self.count, Costs().of(chunks))
@@ -44,7 +43,6 @@ class SeveralActors(Inline):
     def run(
         self, broadcast: Broadcast, work: Work, shares: Sequence[Sequence[Chunk]]
     ) -> Iterator[tuple[int, ChunkResult]]:
-        """See `Inline.run`."""
         for index in reversed(range(len(shares))):
             payload = pickle.loads(pickle.dumps((broadcast, work, shares[index])))
             result = self._actor(index, shares[index][0]).train(*payload)
@@ -56,7 +54,6 @@ class SeveralActors(Inline):
         return self._make(index % self.count)
 
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
-        """See `Inline.losses`."""
         parts = np.array_split(clients, min(self.count, len(clients)) or 1)
         losses = [
             self._make(index).losses(model, t, part.tolist(), noise_seed)
@@ -65,7 +62,6 @@ class SeveralActors(Inline):
         return np.concatenate(losses)
 
     def evaluate(self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]) -> list[Scored]:
-        """See `Inline.evaluate`."""
         batches = len(self.client.evaluator.batches)
         scores: dict[int, list[Scored]] = {}
         for index in reversed(range(batches)):
@@ -86,7 +82,6 @@ class Watched(Coordinator):
         self.added: list[np.ndarray | None] = []
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
-        """See `Coordinator.collect`."""
         total, results = super().collect(t, cohort)
         self.totals.append(total)
         self.columns.append(joined(results))
@@ -94,7 +89,6 @@ class Watched(Coordinator):
         return total, results
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
-        """See `Coordinator.release`."""
         released = super().release(t, total)
         self.added.append(self._added)
         return released

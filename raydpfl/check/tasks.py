@@ -73,7 +73,6 @@ class LinearNet(Model):
     """One linear layer, behind an embedding of tokens."""
 
     def of(self, form: Form) -> nn.Module:
-        """See `raydpfl.models.Model`."""
         if form.tokens:
             return nn.Sequential(nn.Embedding(form.tokens, 4), nn.Linear(4, form.outputs[-1]))
         return nn.Sequential(nn.Flatten(), nn.Linear(prod(form.shape), form.outputs[0]))

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from raydpfl.errors import ConfigError, DeviceError, DeviceLost
+from raydpfl.errors import ConfigError, DeviceError, DeviceLost, message
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")  # with which cuBLAS gives the same bits every time
@@ -182,11 +182,11 @@ def blame(device: torch.device, error: BaseException) -> None:
         what = "the GPU has no memory left"
         if ENGINE in str(error):
             what = "cuDNN has no memory, or no algorithm without atomics, for a convolution"
-        raise DeviceError(f"{what}; {remedy} ({_line(error)})") from None
+        raise DeviceError(f"{what}; {remedy} ({message(error, SHOWN)})") from None
     try:
         torch.cuda.synchronize()
     except Exception:
-        raise DeviceLost(f"the GPU failed: {_line(error)}; go on with --resume") from None
+        raise DeviceLost(f"the GPU failed: {message(error, SHOWN)}; go on with --resume") from None
 
 
 @contextmanager
@@ -269,8 +269,3 @@ def check_numbers(device: torch.device, values: np.ndarray, below: int, what: st
     if least < 0 or most >= below:
         wrong = least if least < 0 else most
         raise IndexError(f"{what} {wrong} is out of bounds: they are from 0 to {below - 1}")
-
-
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

@@ -39,7 +39,7 @@ from raydpfl.storage.files import data_root
 __all__ = [
     "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "InMemoryData", "Maker",
     "Partition", "RowReader", "Samples", "Shards", "Sizes", "Split", "Suggestion",
-    "catalogue", "describe", "fetch", "load", "parse", "prepare",
+    "catalogue", "fetch", "load", "parse", "prepare",
 ]  # fmt: skip
 
 
@@ -79,18 +79,6 @@ def _class(kind: str) -> type[Data]:
         return user_class(kind, "data", Data)
     expected = f"one of {', '.join(FAMILY)}, or the import path of your own class"
     raise ConfigError("data.kind", kind, expected)
-
-
-def describe(
-    data: Data,
-    seed: int = 0,
-    root: Path | None = None,
-    validation: float | Mapping[str, float] = 0.0,
-) -> dict:
-    """What each client gets, in numbers (`raydpfl data describe`); prepares the data. See
-    `prepare` and `Shards.describe`.
-    """
-    return load(data, seed, root, validation).describe()
 
 
 def load(

@@ -17,9 +17,8 @@ processes, but for large ones of training rows (`raydpfl.data.row_readers`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,10 @@ class Shards:
 
     `clients`: number of clients; `sizes`: int64 [clients], their training rows, on the map;
     `shape`: of one sample; `classes` (0: numbers); `unseen`: classes without a training sample;
-    `target`: what y is; `tokens` (0: x is float32); `test_size`, `validation_size`; `reader`: of
-    the training rows. What `chunk`, `test` and `validation` return is the caller's to write to.
-    Where x is said to be float32, it is int64 for tokens; where y is said to be int64, it is
-    float32 for numbers, and has an axis more for several targets.
+    `target`: what y is; `tokens` (0: x is float32); `reader`: of the training rows. What `chunk`
+    and `decoded` return is the caller's to write to. Where x is said to be float32, it is int64
+    for tokens; where y is said to be int64, it is float32 for numbers, and has an axis more for
+    several targets.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]):
@@ -107,15 +106,6 @@ class Shards:
     @property
     def clients(self) -> int:
         return len(self.sizes)
-
-    @property
-    def test_size(self) -> int:
-        return sum(len(y) for _, y in self._rows("test"))
-
-    @property
-    def validation_size(self) -> int:
-        """Number of validation rows."""
-        return sum(len(y) for _, y in self._rows("validation"))
 
     def _rows(self, name: str) -> list[tuple[np.ndarray, np.ndarray]]:
         """x and y of each batch of the test or validation rows, on the map."""
@@ -225,16 +215,6 @@ class Shards:
         some = clients[clients >= 0]
         self.reader.prefetch(some[self.sizes[some] <= rows])
 
-    def test(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The test rows in order, `batch` at a time: x float32 [<= batch, *shape], y int64 [<=
-        batch].
-        """
-        return starmap(self.decoded, self.stored_batches("test", batch))
-
-    def validation(self, batch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The validation rows in client order, as `test` has the test rows."""
-        return starmap(self.decoded, self.stored_batches("validation", batch))
-
     def stored_batches(self, name: str, batch: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """The rows of `test` or `validation` as they are stored, on the map, `batch` at a time: for
         `decoded`.
@@ -246,7 +226,7 @@ class Shards:
         ]
 
     def decoded(self, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows for training, of rows as they are stored."""
+        """Rows for training, x float32 [n, *shape] and y int64 [n], of rows as they are stored."""
         scaled = aligned(x.shape, self._dtypes[0])
         self._scaled(x, scaled)
         return scaled, y.copy()

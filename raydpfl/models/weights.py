@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import nn
 
-from raydpfl.errors import RAISED, ConfigError
+from raydpfl.errors import RAISED, ConfigError, one_line
 
 SAVED = "model.safetensors"  # of a run, in its directory
 TENSORS = ".safetensors"
@@ -62,8 +62,7 @@ def read(path: str | Path) -> dict[str, torch.Tensor]:
             return load_file(file)
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except RAISED as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise _refused(path, f"a file that can be read ({reason})") from None
+        raise _refused(path, f"a file that can be read ({one_line(error, 200)})") from None
     named = isinstance(loaded, Mapping) and all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor)
         for name, tensor in loaded.items()

@@ -137,9 +137,9 @@ class TradeOff:
         present, absent = self.deltas[0], self.deltas[-1]
         return (present, absent) if null == "absent" else (absent, present)
 
-    def true_positives(self, false_positives: ArrayLike, null: Null = "either") -> np.ndarray:
+    def true_positives(self, false_positives: ArrayLike) -> np.ndarray:
         """The largest true-positive rate of any attack, 1 - f; as `false_negatives`."""
-        return 1 - self.false_negatives(false_positives, null)
+        return 1 - self.false_negatives(false_positives)
 
     def nearest_gaussian(self) -> tuple[float, float]:
         """mu and regret of the nearest Gaussian from below: the smallest mu such that the

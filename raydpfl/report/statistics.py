@@ -42,11 +42,11 @@ class SeedSpread:
         """
         return float(stdtrit(max(self.count - 1, 1), (1 + level) / 2)) * self.error
 
-    def repetition(self, level: float = 0.95) -> float:
+    def repetition(self) -> float:
         """Half of the interval in which the mean of as many other seeds falls: both means have the
         error.
         """
-        return math.sqrt(2) * self.half_width(level)
+        return math.sqrt(2) * self.half_width()
 
 
 @dataclass(frozen=True)

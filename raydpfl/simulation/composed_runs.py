@@ -67,10 +67,7 @@ class StoredRun:
 
 
 def compose(
-    runs: Sequence[StoredRun],
-    data_root: Path | None = None,
-    delta: float | None = None,
-    adaptive: bool = True,
+    runs: Sequence[StoredRun], data_root: Path | None = None, delta: float | None = None
 ) -> Composition:
     """What holds against an observer of all the runs, by the rigorous accountants that any of them
     names.
@@ -79,7 +76,6 @@ def compose(
         runs: at least one; nothing is trained.
         data_root: the folder of data sets.
         delta: of the guarantees; None: that of all runs.
-        adaptive: see `raydpfl.privacy.together`.
 
     Raises:
         ConfigError: a run has no noise, runs have different clients, the same noise or different
@@ -98,12 +94,8 @@ def compose(
         expected = f"one, at which all runs compose; theirs are {', '.join(map(str, deltas))}"
         raise ConfigError("--delta", None, expected)
     accountants = dict.fromkeys(name for plan in plans for name in rigorous(plan.named))
-    return _together(
-        [*zip(runs, plans, strict=True)],
-        deltas[0] if delta is None else delta,
-        [*accountants],
-        adaptive,
-    )
+    held = deltas[0] if delta is None else delta
+    return _together([*zip(runs, plans, strict=True)], held, [*accountants], adaptive=True)
 
 
 def _together(

@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from raydpfl.errors import ConfigError, FileError
+from raydpfl.errors import ConfigError, FileError, message
 
 # Where an object is there whole or not at all. Anywhere else a file is written aside and renamed.
 ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "memory"})
@@ -60,7 +60,7 @@ class Store:
             self._root = root.rstrip("/")
             self.times()
         except Exception as error:  # of any library that fsspec takes
-            expected = f"a folder that can be reached ({_line(error)})"
+            expected = f"a folder that can be reached ({message(error)})"
             raise ConfigError("--out", address, expected) from None
 
     def times(self, names: str = "") -> dict[str, int | None]:
@@ -160,7 +160,7 @@ class Store:
             raise
         except Exception as error:  # of any library that fsspec takes
             place = within(self.address, name)
-            raise FileError(f"{place} cannot be {what} ({_line(error)})") from None
+            raise FileError(f"{place} cannot be {what} ({message(error)})") from None
 
 
 @lru_cache
@@ -186,8 +186,3 @@ def _reached(address: str) -> tuple[Any, str]:
 
     files, path = url_to_fs(address)
     return PyFileSystem(FSSpecHandler(files)), path
-
-
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:297]}..."

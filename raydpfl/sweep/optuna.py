@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.errors import ConfigError
+from raydpfl.errors import ConfigError, one_line
 from raydpfl.sweep.results import epsilons
 from raydpfl.sweep.spaces import Interval, Options, Space
 from raydpfl.sweep.sweep import Sweep
@@ -140,7 +140,7 @@ class Dashboard:
         except ConfigError:
             raise
         except Exception as error:  # of any library that the URL names
-            expected = f"a storage that Optuna can open ({_in_line(error)})"
+            expected = f"a storage that Optuna can open ({one_line(error, 200)})"
             raise ConfigError("sweep.storage", self.url, expected) from None
 
     def _open(self) -> None:
@@ -177,7 +177,7 @@ class Dashboard:
         except Exception as error:  # of any library that the URL names
             self._failed = True
             without = "the sweep continues without it; --resume adds what is missing"
-            log.warning("sweep.storage: %s; %s", _in_line(error), without)
+            log.warning("sweep.storage: %s; %s", one_line(error, 200), without)
 
     def _show(self, settings: dict[str, SearchSetting], over: bool) -> None:
         metric = self.sweep.search.metric
@@ -246,7 +246,3 @@ def _curve(trial: Trial, metric: str) -> dict[int, float]:
         pairs = zip(*(rows[name].to_pylist() for name in ("round", metric)), strict=True)
         return {t + 1: value for t, value in pairs if value is not None and np.isfinite(value)}
     return {}
-
-
-def _in_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from conftest import batches
 
 from raydpfl import data
 from raydpfl.data import Shards, prepare
@@ -57,7 +58,7 @@ def test_nothing_is_learnt_of_rows_that_are_held_out(validation, tmp_path):
     left = np.concatenate([each[:count] for each, count in zip(columns, n, strict=True)])
     assert len(left) == shards.sizes.sum() < 60
     assert np.abs(left.mean(axis=0)).max() < 1e-6
-    held, _ = (np.concatenate(part) for part in zip(*shards.validation(100), strict=True))
+    held = np.concatenate([x for x, _ in batches(shards, "validation")])
     assert np.abs(held.mean(axis=0)).max() > 1e-3
     whole = Shards.open(prepare(described, 0, cache=tmp_path / "whole"))
     assert (whole.shape, whole.sizes.sum()) == ((2,), 60)

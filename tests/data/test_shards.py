@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
-from conftest import experiment
+from conftest import batches, experiment
 
 from raydpfl import data
 from raydpfl.data import Shards, prepare, row_readers, shard_writer
@@ -163,7 +163,7 @@ def test_all_readers_give_the_same_bits(case):
 def test_what_is_read_is_the_callers_to_write_to():
     shards = Shards.open(prepare(mini(), seed=5))
     rows = int(shards.sizes.max())
-    for read in (lambda: shards.chunk([0, 1], rows), lambda: next(shards.test(50))):
+    for read in (lambda: shards.chunk([0, 1], rows), lambda: next(batches(shards, "test", 50))):
         before = [part.copy() for part in read()]
         for part in read():
             part += 1
@@ -206,9 +206,9 @@ def test_rows_of_a_large_file_are_read_and_leave_the_process_small(large):
     for start in range(0, 4000, 100):
         shards.chunk(range(start, start + 100), 100)
     assert process.memory_info().shared - before < 3e6  # of 100 MB of rows
-    first = next(shards.test(50))[0]
-    assert sum(len(y) for _, y in shards.test(1000)) == 100_000
-    assert np.array_equal(next(shards.test(50))[0], first)
+    first = next(batches(shards, "test", 50))[0]
+    assert sum(len(y) for _, y in batches(shards, "test", 1000)) == 100_000
+    assert np.array_equal(next(batches(shards, "test", 50))[0], first)
 
 
 def test_batches_end_where_clients_end(large):
@@ -262,10 +262,11 @@ def test_samples_that_clients_share_are_stored_once(form, validation):
     assert np.array_equal(once.sizes, each.sizes)
     for client in (0, 33):
         assert all(map(np.array_equal, once.chunk([client], 120), each.chunk([client], 120)))
-    for one, other in zip(once.validation(100), each.validation(100), strict=True):
+    held = (batches(shards, "validation") for shards in (once, each))
+    for one, other in zip(*held, strict=True):
         assert all(map(np.array_equal, one, other))
-    assert bool(validation) == (once.validation_size > 0)
     described = once.describe()
+    assert bool(validation) == ("validation_samples" in described)
     distinct = described.pop("distinct_samples")
     assert described == each.describe() and once.unseen == each.unseen
     ratio = distinct / int(once.sizes.sum())
@@ -293,10 +294,10 @@ def test_fields_that_are_newer_than_a_prepared_folder_leave_its_name():
 
 def test_test_batches_are_the_test_set_in_order():
     shards = Shards.open(prepare(mini(), seed=0))
-    batches = list(shards.test(300))
-    assert [len(y) for _, y in batches] == [300] * 6 + [200] and shards.test_size == 2000
+    found = list(batches(shards, "test", 300))
+    assert [len(y) for _, y in found] == [300] * 6 + [200]
     samples = mini().samples(0, None)
-    x, y = map(np.concatenate, zip(*batches, strict=True))
+    x, y = map(np.concatenate, zip(*found, strict=True))
     np.testing.assert_allclose(x, samples.test_x / 255, atol=1e-7)
     assert np.array_equal(y, samples.test_y)
 
@@ -305,14 +306,15 @@ def test_test_batches_are_the_test_set_in_order():
 def test_rows_that_are_evaluated_begin_where_torchs_own_tensors_do(described):
     """Products may round by it: bits would depend on where memory happened to be free."""
     shards = Shards.open(prepare(described, 5))
-    kept = [x for batch in (3, 17) for x, _ in shards.test(batch)][:80]  # none is given out twice
+    # none is given out twice
+    kept = [x for size in (3, 17) for x, _ in batches(shards, "test", size)]
     assert all(x.ctypes.data % row_readers.ALIGNMENT == 0 for x in kept)
 
 
 def test_the_description_says_what_the_clients_have():
     shards = {"kind": "shards", "per_client": 5}
     keys = {"kind": "fashion_mnist_mini", "clients": 300, "partition": shards}
-    assert data.describe(data.parse(keys)) == {
+    assert data.load(data.parse(keys)).describe() == {
         "clients": 300,
         "samples": 9000,
         "test_samples": 2000,
@@ -323,9 +325,10 @@ def test_the_description_says_what_the_clients_have():
     }
     kinds = ({"kind": "iid"}, {"kind": "dirichlet", "psi": 5}, {"kind": "dirichlet", "psi": 0.1})
     shares = [
-        data.describe(mini(clients=20, partition=kind))["commonest_class_per_client"]["median"]
+        data.load(mini(clients=20, partition=kind)).describe()["commonest_class_per_client"]
         for kind in kinds
     ]
+    shares = [share["median"] for share in shares]
     assert 0.1 < shares[0] < 0.15 < shares[1] < 0.4 < shares[2] <= 1
 
 
@@ -463,7 +466,7 @@ def test_data_that_are_let_go_close_their_files(large):
     process = psutil.Process()
     before = process.num_fds(), len(process.memory_maps(grouped=False))
     shards = Shards.open(large[1])
-    next(shards.test(10))
+    next(batches(shards, "test", 10))
     assert process.num_fds() > before[0]
     del shards
     assert process.num_fds() == before[0]

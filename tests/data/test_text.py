@@ -67,7 +67,7 @@ def test_a_play_has_a_client_for_each_speaker_and_the_next_character_for_a_targe
         windows = -(-(len(written[name]) - 1) // 5)
         assert n == windows - int(0.3 * windows + 0.5)
     windows = [-(-(len(written[name]) - 1) // 5) for name in ("A B", "Cob")]
-    assert shards.test_size == sum(windows) - int(shards.sizes.sum())
+    assert shards.describe()["test_samples"] == sum(windows) - int(shards.sizes.sum())
 
 
 def test_names_may_have_to_stand_apart_and_an_alphabet_may_be_given(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import messages
+from conftest import batches, messages
 
 from raydpfl import Experiment, run
 from raydpfl.check import check
@@ -405,7 +405,7 @@ def test_each_client_is_scored_by_its_own_rows(validation, metric, tmp_path):
     found = run(made, tmp_path / "a")
     shards = Shards.open(resolve(made).shards)
     if validation:
-        x, y = (np.concatenate(part) for part in zip(*shards.validation(1000), strict=True))
+        x, y = map(np.concatenate, zip(*batches(shards, "validation"), strict=True))
         before = Shards.open(resolve(experiment(data=sizes)).shards).sizes
         rows = before - shards.sizes
     else:

@@ -317,7 +317,7 @@ def test_stored_runs_with_noise_at_local_steps_compose():
 def test_trials_that_differ_in_their_steps_or_batches_do_not_share_a_release(field, values):
     runs = [stored(f"{value}", *STEPS, f"{field}={value}") for value in values]
     (joint,) = compose_trials(runs)
-    expected = compose(runs, adaptive=False)
+    expected = compose(runs)
     assert [one.epsilon for one in joint.guarantees] == [one.epsilon for one in expected.guarantees]
     assert "draw different batches" in joint.notes[0]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import experiment
+from conftest import batches, experiment
 from rich.console import Console
 
 from raydpfl import Experiment, data, run
@@ -73,9 +73,8 @@ def test_what_is_held_out_is_not_trained_on_and_all_else_is(described, tmp_path,
     opened = Shards.open(prepare(described, 5, cache=tmp_path, validation=0.3))
     apart = validation_split.counts(np.asarray(whole.sizes), 0.3)
     assert np.array_equal(opened.sizes, whole.sizes - apart) and opened.clients == whole.clients
-    assert opened.validation_size == apart.sum() and whole.validation_size == 0
-    held = rows_of(opened.validation(7))
-    assert list(whole.validation(7)) == [] and len(held) == apart.sum()
+    held = rows_of(batches(opened, "validation", 7))
+    assert list(batches(whole, "validation", 7)) == [] and len(held) == apart.sum()
     first = np.cumsum(apart) - apart
     for client in range(opened.clients):
         all_x, all_y, n = whole.chunk([client], int(whole.sizes.max()))
@@ -85,7 +84,7 @@ def test_what_is_held_out_is_not_trained_on_and_all_else_is(described, tmp_path,
         own = held[first[client] : first[client] + apart[client]]
         assert sorted(everything) == sorted(trained + own)
         assert [row for row in everything if row in set(trained)] == trained  # in their order
-    assert rows_of(opened.test(1000)) == rows_of(whole.test(1000))
+    assert rows_of(batches(opened, "test", 1000)) == rows_of(batches(whole, "test", 1000))
     told = opened.describe()
     assert told["validation_samples"] == apart.sum() and told["samples"] == opened.sizes.sum()
     assert "validation_samples" not in whole.describe()
@@ -124,7 +123,8 @@ def test_a_shared_sample_is_scored_once_and_trained_on_by_nobody(share, tmp_path
     present = len(np.unique(samples))
     assert abs(scored.sum() - share * present) <= (1 if share < 0.5 else 60)
     opened = Shards.open(prepare(described, 5, cache=tmp_path, validation=share))
-    assert opened.validation_size == scored.sum() and np.array_equal(opened.sizes, apart.sizes)
+    assert opened.describe()["validation_samples"] == scored.sum()
+    assert np.array_equal(opened.sizes, apart.sizes)
 
 
 def test_nothing_held_out_is_nothing_changed(tmp_path):
@@ -188,8 +188,8 @@ def test_validation_is_scored_at_every_evaluation_and_in_the_summary(tmp_path):
     for name in names:
         assert [row["round"] for row in rows if row[name] is not None] == [1, 3, 4]
         assert result.summary[name] == rows[-1][name]
-    for prefix, samples in (("validation", opened.validation(100)), ("test", opened.test(100))):
-        loss, accuracy = scored(result.model, samples)
+    for prefix in ("validation", "test"):
+        loss, accuracy = scored(result.model, batches(opened, prefix))
         assert result.summary[f"{prefix}_loss"] == pytest.approx(loss, rel=1e-6)
         assert result.summary[f"{prefix}_accuracy"] == pytest.approx(accuracy, abs=1e-12)
         best = max((row for row in rows if row[names[1]] is not None), key=by(f"{prefix}_accuracy"))
@@ -340,9 +340,9 @@ def test_clients_that_are_held_out_are_scored_and_train_no_more(described, tmp_p
     out = [each for each in rows if each not in kept]
     assert len(out) == whole.clients - count
     trained = {row for each in kept for row in each}
-    scored = [row.tobytes() for x, _ in part.validation(50) for row in x]
+    scored = [row.tobytes() for x, _ in batches(part, "validation", 50) for row in x]
     assert set(scored) == {row for each in out for row in each} - trained
-    assert len(scored) == part.validation_size == part.client_rows.sum()
+    assert len(scored) == part.client_rows.sum()
     told = part.describe()
     assert told["clients"] == count and told["validation_samples"] == len(scored)
 

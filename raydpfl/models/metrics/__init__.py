@@ -1,4 +1,5 @@
-"""What a model is scored by where it is evaluated: `evaluate.metrics`, a list, a file a member.
+"""What a model is scored by where it is evaluated: `evaluate.metrics`, a list. Metrics of one kind
+share a file.
 
 A metric is what each batch of rows comes to, added up over the batches: so it does not depend on
 who evaluated which of them. A kind alone stands for its defaults; a metric of one's own is a class

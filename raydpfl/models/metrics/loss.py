@@ -1,10 +1,13 @@
-"""The loss that the task takes."""
+"""Losses that are averaged over samples."""
 
 from __future__ import annotations
 
-import torch
+import math
 
-from raydpfl.models.metrics.base import Mean, pair
+import torch
+import torch.nn.functional as F
+
+from raydpfl.models.metrics.base import Mean, Total, of_classes, pair
 from raydpfl.models.tasks import Form
 
 
@@ -15,6 +18,28 @@ class Loss(Mean):
 
     def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return pair(form.task.loss(outputs, y).double().sum(), len(y))
+
+    def sign(self) -> int:
+        return -1
+
+
+class Perplexity(Mean):
+    """The exponential of the mean cross-entropy, in nats, over all samples, or all positions that
+    count, each the same: not that of the loss of sequences, which is a mean over samples of means.
+    """
+
+    kind: str = "perplexity"
+
+    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scores, y, counts = of_classes(self, form, outputs, y)
+        losses = F.cross_entropy(scores, y, reduction="none").double()
+        return pair((losses * counts).sum(), counts.sum())
+
+    def value(self, total: Total) -> float | None:
+        mean = super().value(total)
+        if mean is None:
+            return None
+        return math.exp(mean) if mean < 700 else math.inf
 
     def sign(self) -> int:
         return -1

@@ -1,4 +1,4 @@
-"""The networks that a config names, a file a network."""
+"""The networks that a config names. Those of one kind share a file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from raydpfl.models.base import Model
 
 FIRST = (
     "softmax", "mlp", "cnn", "dp_cnn", "alexnet", "mobilenet_v2", "resnet18", "linear",
-    "char_lstm", "transformer",
+    "char_lstm", "transformer", "dropout_cnn", "embedding_mean", "lenet",
 )  # fmt: skip
 FAMILY: dict[str, type[Model]] = registry.family(__name__, Model, FIRST)

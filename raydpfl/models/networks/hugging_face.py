@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from raydpfl.errors import RAISED, ConfigError
+from raydpfl.errors import RAISED, ConfigError, one_line
 from raydpfl.models.networks.module import Module, factory
 from raydpfl.models.tasks import Form
 
@@ -27,8 +27,7 @@ class HuggingFace(Module):
         try:
             module = make(make.config_class(**{**arguments, **self.args}))
         except RAISED as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            expected = f"fields of {make.config_class.__name__} ({reason})"
+            expected = f"fields of {make.config_class.__name__} ({one_line(error)})"
             raise ConfigError("model.args", self.args, expected) from None
         module.register_forward_hook(partial(_scores, form.outputs))
         return module

@@ -128,7 +128,6 @@ class ChunkRound:
         return part
 
     def index(self, slots: np.ndarray) -> torch.Tensor:
-        """See `device.index`."""
         return device.index(slots, self.actor.model.device)
 
     def view(self, member: str, slots: np.ndarray) -> View:

@@ -192,7 +192,6 @@ class Explicit(Contribution):
             super().add_chunk(state)
 
     def noise(self, state: ChunkRound, slots: np.ndarray) -> np.ndarray | None:
-        """See `Contribution.noise`."""
         if state.drawn is None:
             return super().noise(state, slots)
         noise = state.drawn.result()
@@ -330,7 +329,6 @@ class InKernel(Scaled):
     """Compiled code bounds, noises and adds every update while it is in the cache."""
 
     def add_chunk(self, state: ChunkRound) -> None:
-        """See `Contribution.add_chunk`."""
         chunk = state.chunk
         work = state.work
         closed = closed_form(state, self.bounding)

@@ -112,7 +112,6 @@ class GpuRows(Rows):
         rows: int,
         picked: Sequence[np.ndarray | None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-        """See `Rows.chunk`."""
         if not self._fit:
             return super().chunk(clients, rows, picked)
         stored_x, stored_y = self._stored

@@ -134,7 +134,6 @@ class Ditto(LocalParameters):
         state.local_parameters = trained
 
     def whole_model(self, model: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """See `LocalParameters.whole_model`."""
         return local
 
 

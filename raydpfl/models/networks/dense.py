@@ -1,14 +1,45 @@
-"""Dense layers."""
+"""Linear models, and dense layers."""
 
 from __future__ import annotations
 
 from math import prod
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 from torch import nn
 
 from raydpfl.models.base import Model, Shape, dense
+
+
+class Softmax(Model):
+    """Softmax regression: one linear layer with bias. For numeric targets see `linear`."""
+
+    classifies: ClassVar[bool] = True
+    kind: str = "softmax"
+
+    def module(self, shape: Shape, outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), outputs))
+
+
+class LinearModel(Model):
+    """One linear layer, every parameter of which starts at `start` + U(0, `spread`), for regression
+    and classification.
+
+    With the quadratics of 001 sec. 5.3, whose optimum is the origin, `spread` 0.2 and 1 are its
+    starts w* + z/5 and w* + z, z ~ U(0,1)^d.
+    """
+
+    kind: str = "linear"
+    bias: bool = False
+    start: float = 0.0
+    spread: float = Field(default=0.0, ge=0)
+
+    def module(self, shape: Shape, outputs: int) -> nn.Module:
+        layer = nn.Linear(prod(shape), outputs, self.bias)
+        for parameter in layer.parameters():
+            nn.init.uniform_(parameter, self.start, self.start + self.spread)
+        return nn.Sequential(nn.Flatten(), layer)
+
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
 

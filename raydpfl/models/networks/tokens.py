@@ -1,4 +1,4 @@
-"""A small transformer."""
+"""Networks of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,45 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from raydpfl.errors import ConfigError
+from raydpfl.models.base import Model
+from raydpfl.models.tasks import Form
 from raydpfl.models.text import TokenModel
+
+
+class CharLstm(TokenModel):
+    """An embedding, one or several LSTM layers and a linear layer. LEAF (Caldas et al. 2018) takes
+    2 layers of 256 units behind an embedding of 8 for the next character of Shakespeare's plays.
+    """
+
+    kind: str = "char_lstm"
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"hidden": 8, "layers": 1},)
+    embedding: int = Field(default=8, ge=1)
+    hidden: int = Field(default=256, ge=1)
+    layers: int = Field(default=2, ge=1)
+
+    def tokens(
+        self, tokens: int, length: int, outputs: int, pick: Callable[[Tensor], Tensor]
+    ) -> nn.Module:
+        embed = nn.Embedding(tokens, self.embedding)
+        lstm = nn.LSTM(self.embedding, self.hidden, self.layers, batch_first=True)
+        return Lstm(embed, lstm, nn.Linear(self.hidden, outputs), pick)
+
+
+class Lstm(nn.Module):
+    """Scores of tokens, int64 [batch, length]."""
+
+    def __init__(
+        self, embed: nn.Embedding, lstm: nn.LSTM, out: nn.Linear, pick: Callable[[Tensor], Tensor]
+    ):
+        super().__init__()
+        self.embed = embed
+        self.lstm = lstm
+        self.out = out
+        self.pick = pick
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.lstm(self.embed(x))
+        return self.out(self.pick(states))
 
 
 class Transformer(TokenModel):
@@ -105,3 +143,36 @@ class TransformerBlock(nn.Module):
     def _heads(self, part: Tensor) -> Tensor:
         """The heads of a part, [batch, heads, length, width / heads]."""
         return part.unflatten(2, (self.heads, -1)).transpose(1, 2)
+
+
+class EmbeddingMean(Model):
+    """The mean of the embeddings of a text's tokens, those of id 0 (padding) left out, and a linear
+    layer (fastText; Joulin et al. 2017, sec. 2). A text without tokens has the mean 0.
+    """
+
+    kind: str = "embedding_mean"
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"width": 8},)
+    width: int = Field(default=32, ge=1, description="numbers of an embedding")
+
+    def of(self, form: Form) -> nn.Module:
+        if not form.tokens or len(form.shape) != 1 or len(form.outputs) != 1:
+            detail = f"samples are {form.dtype} {form.shape}, targets {form.target.shape}"
+            expected = f"another model; this one scores sequences of whole numbers; {detail}"
+            raise ConfigError("model.kind", self.kind, expected)
+        return MeanOfEmbeddings(
+            nn.Embedding(form.tokens, self.width), nn.Linear(self.width, form.outputs[0])
+        )
+
+
+class MeanOfEmbeddings(nn.Module):
+    """Scores of texts, from their tokens int64 [batch, length]."""
+
+    def __init__(self, embed: nn.Embedding, out: nn.Linear):
+        super().__init__()
+        self.embed = embed
+        self.out = out
+
+    def forward(self, x: Tensor) -> Tensor:
+        counted = (x != 0).to(torch.float32)
+        total = (self.embed(x) * counted[..., None]).sum(1)
+        return self.out(total / counted.sum(1, keepdim=True).clamp(min=1.0))
