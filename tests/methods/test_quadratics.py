@@ -153,9 +153,9 @@ def test_scalar_quadratics_are_the_pairs(tmp_path):
     opened = Shards.open(prepare(pairs, 0, cache=tmp_path))
     x, y, n = opened.chunk([0, 1, 2], 1)
     assert (x.ravel() == EQ_8[0]).all() and (y.ravel() == EQ_8[1]).all() and (n == 1).all()
-    told = opened.describe()
-    assert told["optimum"] == (16 + 1 + 1) / 6
-    assert opened.clients == told["test_samples"] == 3
+    described = opened.describe()
+    assert described["optimum"] == (16 + 1 + 1) / 6
+    assert opened.clients == described["test_samples"] == 3
 
 
 @pytest.mark.parametrize(("keys", "message"), messages("quadratics"))

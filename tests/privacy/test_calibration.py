@@ -18,7 +18,6 @@ from raydpfl.privacy import (
     noise_for,
     rounds_for,
 )
-from raydpfl.privacy.sampling.with_replacement import SamplingWithReplacement
 
 
 @pytest.fixture(autouse=True)
@@ -122,15 +121,8 @@ def test_a_delta_at_which_any_noise_will_do_is_said_to_be_too_large():
         noise_for(5.0, mechanism(population=10_000, cohort=1, rounds=1), "replace_one", 1e-3)
 
 
-class Drawn(SamplingWithReplacement):
-    """Draws of which it is not said how far they move a sum."""
-
-    def moved(self, sampling, relation):
-        return math.inf
-
-
 def test_a_delta_that_the_accountant_cannot_resolve_is_said_to_be_too_small():
     """Of a curve with a floor: below delta 1e-15 what pld moves to infinity is more than delta."""
     more = "^delta = 1e-30: expected more, or rdp as the first accountant: .* too small for pld"
     with pytest.raises(ConfigError, match=more):
-        noise_for(1.0, mechanism(Drawn(), 60, 30, rounds=1), "replace_one", 1e-30)
+        noise_for(1.0, mechanism("with_replacement", 60, 30, rounds=1), "replace_one", 1e-30)

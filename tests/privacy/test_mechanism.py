@@ -31,7 +31,6 @@ from raydpfl.privacy import (
 )
 from raydpfl.privacy.guarantee import Observer, Scope
 from raydpfl.privacy.sampling import Participations, SamplingScheme
-from raydpfl.privacy.sampling.with_replacement import SamplingWithReplacement
 from raydpfl.simulation.resolution import resolve
 
 SAMPLING = Sampling("fixed", 1920, 80)
@@ -223,13 +222,12 @@ def test_both_descriptions_answer_all_that_a_run_asks(release):
     assert len(release.digest()) == 64
 
 
-def test_a_parameter_is_refused_by_its_own_name_and_by_the_fields_name_in_a_run(monkeypatch):
+def test_a_parameter_is_refused_by_its_own_name_and_by_the_fields_name_in_a_run():
     more = "= 0.001: expected more: at delta 1e-05 no noise"
     with pytest.raises(ConfigError, match=f"^target {more}"):
         noise_for(0.001, LOSSES_TOO, "replace_one", 1e-5)
     with pytest.raises(ConfigError, match=f"^noise.epsilon {more}"), as_fields():
         noise_for(0.001, LOSSES_TOO, "replace_one", 1e-5)
-    monkeypatch.setattr(SamplingWithReplacement, "moved", lambda *_: math.inf)
     noise = {"epsilon": 1.0, "multiplier": None, "delta": 1e-30}
     drawn = {"selection": {"kind": "multinomial", "cohort": 30}}
     with pytest.raises(ConfigError, match=r"^noise.delta = 1e-30: expected more"):

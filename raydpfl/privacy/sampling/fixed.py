@@ -35,8 +35,8 @@ class FixedSizeSampling(SamplingScheme):
     def moved(self, sampling, relation):
         """Under add_remove another takes the place of a client that is absent."""
         cohort = sampling.cohort
-        told = min(sampling.colluders or 0, cohort - 1)
-        return (2 if relation == "add_remove" else 1) * math.sqrt(cohort / (cohort - told))
+        colluders = min(sampling.colluders or 0, cohort - 1)
+        return (2 if relation == "add_remove" else 1) * math.sqrt(cohort / (cohort - colluders))
 
     def curves(self, sampling, mu, relation):
         if sampling.colluders:

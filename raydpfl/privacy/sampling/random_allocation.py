@@ -59,7 +59,7 @@ class RandomAllocationSampling(SamplingScheme):
         return False
 
     def words(self, sampling):
-        each = f"each in {sampling.per_epoch} of the {sampling.epoch} of an epoch"
+        each = f"each in {sampling.per_epoch} of the {sampling.epoch} rounds or steps of an epoch"
         return f"random allocation, {each}, {sampling.cohort} of {sampling.population} expected"
 
     def refuses(self, relation):
