@@ -10,8 +10,6 @@ the end of `experiments/README.md`, the state of every table, figure, claim and 
 (`items.csv`).
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 import json

@@ -8,8 +8,6 @@
 `load(directory)` gives the model, config and summary of a run that has ended.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 __all__ = ["Experiment", "Result", "__version__", "load", "run"]

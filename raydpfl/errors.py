@@ -5,8 +5,6 @@ Traceback (most recent call last):
 raydpfl.errors.ConfigError: selection.cohort = 500: expected at most the 300 clients of data.clients
 """
 
-from __future__ import annotations
-
 import sys
 import sysconfig
 import traceback

@@ -1,7 +1,5 @@
 """The sections of an experiment that are no choice of a family: privacy, client, evaluate."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 

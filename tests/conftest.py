@@ -2,8 +2,6 @@
 that trains in a second.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -11,8 +11,6 @@ Two modes see it all. `Marks` is told of every operation of torch's core, also o
 and vmap; `Pretended` of every call of torch's functions and methods, where devices are named.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from contextlib import contextmanager

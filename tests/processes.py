@@ -1,7 +1,5 @@
 """Commands that tests start, as processes of their own."""
 
-from __future__ import annotations
-
 import subprocess
 from typing import Any
 

@@ -23,8 +23,6 @@ further off than the clipped one, which is the second half of Claim 2.2:
 1000 0.01 0.5000 0.5000
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction

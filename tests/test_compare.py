@@ -1,7 +1,5 @@
 """experiments/benchmarks/compare.py: what it counts is what it says, and it runs."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """What docs/ and README.md say is there: links, commands, keys of configs, snippets."""
 
-from __future__ import annotations
-
 import doctest
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """Public functions and classes say what they take."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 

@@ -1,7 +1,5 @@
 """The tables of studies that are committed: what computed them, and what is said of them."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Clients on a GPU: one that is pretended (`pretended`), and a real one where there is one."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """No process imports what it does not need: each of these costs a start as much as some rounds."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import subprocess

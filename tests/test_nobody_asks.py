@@ -4,8 +4,6 @@ The syntax trees of the package are searched for `isinstance`, `match` and compa
 of a family, comparisons with a kind, tables keyed by either, `getattr` of a field, and flags.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -9,8 +9,6 @@ the largest relative distance between the updates and those of `plain` (a ReLU o
 rounds to the other side can give 1e-2). Rows are random.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable

@@ -9,8 +9,6 @@ float64, and `apart` is the largest relative distance between their sums (a ReLU
 across 0 gives 1e-3). Rows are random.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

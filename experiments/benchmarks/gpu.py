@@ -27,8 +27,6 @@ all of it as JSON:
     python experiments/benchmarks/gpu.py --cpu --rounds 2 --few 1
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

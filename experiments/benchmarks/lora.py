@@ -11,8 +11,6 @@ largest relative distance between the updates. With `--cores` both have a single
 each core with its share of the cohort, and seconds of the clock are compared. Tokens are random.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 import warnings

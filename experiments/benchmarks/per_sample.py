@@ -12,8 +12,6 @@ the engine's processes do each of its rounds with noise and without: `noise` is 
 that noise takes, the median over these pairs. Rows are random.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

@@ -8,8 +8,6 @@ round of each; their difference is what Ray costs. On a machine that
 others use, the smallest tenth of the rounds tells more than the median does: both are printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

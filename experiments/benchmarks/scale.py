@@ -8,8 +8,6 @@ The populations take turns, and medians over the rounds of all their runs are co
 percentiles, which others on the machine disturb less.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -7,8 +7,6 @@ processes, is compared with the seconds that the rounds of its trials took, adde
 the cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

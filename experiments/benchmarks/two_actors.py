@@ -10,8 +10,6 @@ the clock of the actors themselves, in which Ray has no part. Two cores with a c
 clock do less than twice the work of one.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

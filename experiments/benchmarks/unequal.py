@@ -17,8 +17,6 @@ do a sample than one of many. And a step on all of 20 rows changes as many weigh
 500.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

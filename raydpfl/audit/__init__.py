@@ -26,8 +26,6 @@ is usually far below the claim; it shows that privacy is no better than that. Wh
 in every verdict (`Audit.unseen`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace

@@ -23,8 +23,6 @@ References:
     for guesses on some of the canaries is in docs/proofs.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ is one of two things by a coin, and all else is the code of every run. Clients r
 and a contribution (`raydpfl.simulation.client.contribution`) is observed client by client.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping

@@ -6,8 +6,6 @@ place: under replace-one its opposite, a distance of twice the bound, else nothi
 functions of a key, so none is stored.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ ratio is that of a mixture, with probability q; if not, and for single updates, 
 which the canary takes part count.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields

@@ -13,8 +13,6 @@ directions at once.
 '1e-05 7.4e-07'
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

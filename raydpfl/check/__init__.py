@@ -19,8 +19,6 @@ Clauses are functions of a case, in a file for each family. A clause that is loo
 statistics raises a false alarm in at most one check of a million.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

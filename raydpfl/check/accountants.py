@@ -2,8 +2,6 @@
 the same integral as what a sampling scheme claims (`raydpfl.check.claims`).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """The contract of a bounding: see `raydpfl.methods.bounding`."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from dataclasses import replace

@@ -13,8 +13,6 @@ Clause(name='even', kept=True, finding='2 is', example='')
 'Numbers are even: 3 is odd'
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A case: one example of a member, in a small experiment around it."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The contract of a paper's formula: see `raydpfl.privacy.accountants.base.Formula`."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from raydpfl.check.claims import DELTA

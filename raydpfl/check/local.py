@@ -1,7 +1,5 @@
 """The contract of local training: see `raydpfl.methods.local`."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import nn

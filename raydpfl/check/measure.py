@@ -1,7 +1,5 @@
 """The contract of a measurement: see `raydpfl.methods.probes`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow.parquet as pq
 

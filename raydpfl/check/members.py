@@ -1,7 +1,5 @@
 """The contract of a member of any family: its section in a config."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from typing import Any

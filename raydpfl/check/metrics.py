@@ -4,8 +4,6 @@ It is tried on made-up rows of every task that it has a meaning for: all at once
 another order.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Iterator, Mapping, Sequence

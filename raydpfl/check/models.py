@@ -5,8 +5,6 @@ or six tokens with a target for each; the first that it takes. Others are named 
 `data.shape=[60] data.classes=4`, or by a section `data` of the user's own.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import warnings

@@ -1,7 +1,5 @@
 """The contract of noise: see `raydpfl.methods.noise`."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import combinations

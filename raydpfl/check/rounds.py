@@ -1,7 +1,5 @@
 """The contract of every member that takes part in a round: what holds of a run."""
 
-from __future__ import annotations
-
 import math
 from typing import cast
 

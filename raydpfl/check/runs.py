@@ -1,7 +1,5 @@
 """Small runs of one plan by every executor of runs, without Ray."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache

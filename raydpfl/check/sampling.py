@@ -1,7 +1,5 @@
 """The contract of a sampling scheme: see `raydpfl.privacy.sampling`."""
 
-from __future__ import annotations
-
 from raydpfl.check.claims import NOISE, RELATIONS, Claims, Lone
 from raydpfl.check.contract import hold
 from raydpfl.privacy import rdp

@@ -1,7 +1,5 @@
 """What bounds an influence keeps to its bound at every scale of floating point, or refuses it."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The contract of a selection: see `raydpfl.methods.selection`."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from collections import Counter

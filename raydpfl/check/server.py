@@ -1,7 +1,5 @@
 """The contract of the server's step: see `raydpfl.methods.server`."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

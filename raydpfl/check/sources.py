@@ -1,7 +1,5 @@
 """The contract of a source of data: see `raydpfl.data.sources`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The contract of a task: see `raydpfl.models.tasks`."""
 
-from __future__ import annotations
-
 from math import prod
 from pathlib import Path
 

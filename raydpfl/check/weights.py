@@ -1,7 +1,5 @@
 """The contract of weights: see `raydpfl.methods.weights`."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from raydpfl.check.contract import hold

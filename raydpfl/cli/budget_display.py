@@ -1,7 +1,5 @@
 """The calculator's answers for a terminal of 80 columns or more."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -2,8 +2,6 @@
 room, and what must be known of its numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rich.console import Console

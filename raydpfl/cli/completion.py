@@ -5,8 +5,6 @@ The fields come from the classes (`raydpfl.cli.kinds`), which takes seconds to i
 them is kept in the cache; a config is read as YAML alone, and nothing that it names is imported.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -7,8 +7,6 @@
 ['kind', 'bound']
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Guarantees as a small table: a row for each observer, a column for each accountant."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field

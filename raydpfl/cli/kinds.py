@@ -13,8 +13,6 @@ bounding.clip
     c: the largest L2 norm of what one client sends.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import textwrap

@@ -6,8 +6,6 @@
 ['README.md', 'experiment.yaml', 'mine.py', 'test_mine.py']
 """
 
-from __future__ import annotations
-
 import os
 from importlib import resources
 from pathlib import Path

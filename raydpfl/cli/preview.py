@@ -6,8 +6,6 @@ The text is YAML with remarks, and marks of keys that are at their defaults, in 
 config again.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import textwrap

@@ -2,8 +2,6 @@
 bar for each study, elsewhere a line per finished trial; in the end a table of the results.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from abc import ABC, abstractmethod

@@ -8,8 +8,6 @@ Traceback (most recent call last):
 raydpfl.errors.ConfigError: config = '...': ... this is a sweep: raydpfl sweep ...s.yaml
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ local:
   momentum: 0.0  # default
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@
 ('; other kinds of bounding have it', '')
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Changes to the tree of a config: `section.key=value`, whole sections, other kinds."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A family is a dictionary of the members in its package (`family`). A user-define
 with the same base, named by import path.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

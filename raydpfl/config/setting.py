@@ -1,7 +1,5 @@
 """What a member may know of the other sections of its experiment."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

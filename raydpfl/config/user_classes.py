@@ -3,8 +3,6 @@ them, and no name that was probably meant to be one of them. Names with an under
 validators and inner classes are not checked.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable
 from functools import partialmethod

@@ -1,7 +1,5 @@
 """Builds a section from its part of a config; errors name key, value and what is expected."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar, get_args

@@ -1,7 +1,5 @@
 """Reads and writes YAML: numbers such as 1e1, no key twice, no bombs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

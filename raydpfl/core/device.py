@@ -11,8 +11,6 @@ device(type='cpu')
 {}
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

@@ -17,8 +17,6 @@ to a million. Rounding moves a vector of d numbers by at most sqrt(d) / 2 of it,
 printed digit of a sensitivity.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """What the processor is, as far as arithmetic differs by it, and how much of it may be used."""
 
-from __future__ import annotations
-
 import functools
 import os
 import resource

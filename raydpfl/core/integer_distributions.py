@@ -14,8 +14,6 @@ array([ 2., -2., -1.,  1., -1.,  2.])
 9.0
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext

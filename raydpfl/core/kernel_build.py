@@ -4,8 +4,6 @@
 ('native', 'kernels-....so')
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -12,8 +12,6 @@ it back and multiplies by the step: `decode`. Clients' integers are added up exa
 array([ 0.3, -0.4,  0.2])
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -24,8 +24,6 @@ ziggurat 11, torch's generator, which stops at 5.77 standard deviations and a se
 without a compiler numpy gives the same bits in 60 ns.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterator, Sequence

@@ -16,8 +16,6 @@ run: shapes, the numbers of clients, of samples per client and of classes. Every
 keyed by (seed, PARTITION) or (seed, DATA, client).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

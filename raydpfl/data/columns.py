@@ -1,7 +1,5 @@
 """Columns of tables in files."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence

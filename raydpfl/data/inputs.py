@@ -1,7 +1,5 @@
 """Inputs of samples from columns: numbers, lists of one length, arrays, encoded images."""
 
-from __future__ import annotations
-
 import io
 import math
 import warnings

@@ -4,8 +4,6 @@
 [3, 2, 5]
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -5,8 +5,6 @@ a mapped page counts as memory of the process, and one touch maps its neighbourh
 clients of 4.8 kB out of a million made 3 GB.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import weakref

@@ -1,7 +1,5 @@
 """Files of prepared data: Arrow IPC, written a batch of rows at a time and read on a memory map."""
 
-from __future__ import annotations
-
 import math
 import mmap
 from contextlib import ExitStack

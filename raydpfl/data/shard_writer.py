@@ -22,8 +22,6 @@ It is written under another name and renamed, so a half-written one is never use
 that prepare the same data the later takes the earlier's.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

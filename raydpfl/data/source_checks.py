@@ -1,7 +1,5 @@
 """Checks of the rows that a source gives; errors of user-defined sources as `ConfigError`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -4,8 +4,6 @@ Names of columns decide first (`label`, `user`, ...), then their contents. Notes
 guessed; a field of `data` replaces a guess, as in `data.y=price`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -13,8 +13,6 @@ tokens in their order. A tokenizer that gives ids has its own from 1 on, below t
 `vocabulary` is; 0 stands behind the end there too, and no token is unknown.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter

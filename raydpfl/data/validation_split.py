@@ -13,8 +13,6 @@ each is scored once. A client that would have no row left keeps its first one. O
 somebody trains on no row is scored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ Neither is trusted.
 '[31mred\\tand plain\\n'
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import tarfile

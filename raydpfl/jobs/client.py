@@ -12,8 +12,6 @@ where this machine has it on record; archives and printouts are read as `raydpfl
 'exec python -m raydpfl run config.yaml --out RUNS/mnist-1 --address auto'
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

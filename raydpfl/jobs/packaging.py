@@ -15,8 +15,6 @@ Never sent are hidden files and folders (.env, .git), links, `__pycache__`, and 
 bytes or `COUNT` files together. Sizes are looked at before anything is copied.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -2,8 +2,6 @@
 be.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from raydpfl.config.registry import Member

@@ -11,8 +11,6 @@
 0.1
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 

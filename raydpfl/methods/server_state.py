@@ -1,7 +1,5 @@
 """What a member keeps at the server from round to round."""
 
-from __future__ import annotations
-
 from raydpfl.config.registry import Member
 from raydpfl.core.messages import State
 

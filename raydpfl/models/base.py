@@ -1,7 +1,5 @@
 """The base of the family, what gives nets a width, and stacks of dense layers."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any, ClassVar
 

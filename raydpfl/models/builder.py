@@ -1,7 +1,5 @@
 """Makes a module from the `model` section of a config, and checks that it can be trained."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from functools import partial

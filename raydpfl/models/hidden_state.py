@@ -16,8 +16,6 @@ arrays, generators and containers of these are looked at: attributes of the modu
 within it, and globals and class attributes of the user's own files.
 """
 
-from __future__ import annotations
-
 import pickle
 import random
 import sys

@@ -11,8 +11,6 @@ Traceback (most recent call last):
 raydpfl.models.linear_stack.NoStack: Dropout is not supported
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

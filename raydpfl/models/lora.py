@@ -12,8 +12,6 @@ The names are those that others use: A of the layer `h.0.attn` is `h.0.attn.lora
 ['0.bias', '0.weight', '2.bias', '2.weight']
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import partial

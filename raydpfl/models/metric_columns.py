@@ -17,8 +17,6 @@ over a test set to which every client gave the same share of its own. Scores sta
 {'best_validation_accuracy': 0.75, 'best_validation_round': 1}
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -9,8 +9,6 @@ what they send.
 ('GroupNorm', 16)
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import nn

@@ -1,7 +1,5 @@
 """What models of tokens share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor, nn

@@ -8,8 +8,6 @@
 (['bias', 'weight'], {'rounds': '40'})
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path

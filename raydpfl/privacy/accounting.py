@@ -6,8 +6,6 @@ amplification: the largest number of any client as it occurred, or every round, 
 picks cohorts could always pick the same client. T r / N bounds no client (PRIVACY.md sec. 2).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

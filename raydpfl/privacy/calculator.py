@@ -32,8 +32,6 @@ Noise is the multiplier z = std of the noise on the sum / bound. `from_options` 
 noise is at local steps.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from bisect import bisect_right

@@ -2,8 +2,6 @@
 what is returned is at most the target.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -36,8 +36,6 @@ sampling or shuffling. ICML 2021. Appendix D.
 [7] Honaker. Efficient use of differentially private binary trees. 2015.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache

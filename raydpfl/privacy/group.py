@@ -17,8 +17,6 @@ all 600 (all of one person) 10
 [3] Vadhan. The complexity of differential privacy. 2017. Lemma 2.2.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -23,8 +23,6 @@ them tells something of its data that no guarantee counts.
     ICLR 2023.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

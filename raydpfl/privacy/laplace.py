@@ -13,8 +13,6 @@ array([0.2212, 0.    ])
 [2] Mironov. Renyi differential privacy. CSF 2017. Proposition 6.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -14,8 +14,6 @@ not cryptographic: a repeated round is one release, not two. Of a run whose dire
 (`raydpfl.storage`), a round is recorded once its line is there.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -14,8 +14,6 @@ batches: if none depends on another, they release at every step one Gaussian ove
 the batches amplify nothing by proof (docs/proofs.md, Runs of one seed).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Who can observe what of a mechanism, from where its noise is drawn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

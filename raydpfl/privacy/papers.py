@@ -4,8 +4,6 @@
 'u min(1, c / ||u||) (Zhang 2021 eq. 3, Das 2021 eq. 4); experiments/001 took 1,000 rounds'
 """
 
-from __future__ import annotations
-
 import re
 
 PAPERS = {

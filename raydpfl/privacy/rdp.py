@@ -15,8 +15,6 @@ accountant. AISTATS 2019.
 Proposition 12.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache

@@ -12,8 +12,6 @@ array([0.1479, 0.1813, 0.2065])
 array([0.289, 0.289, 0.289])
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -20,8 +20,6 @@ Neither the number of runs nor the others are released.
 [3] Koskela, Redberg, Wang. Privacy profiles for private selection. ICML 2024.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ Noise depends on `halved`, `narrowed` and `near_guess`, which must not change by
 run's noise is a digest of its std. The latter two are for costly functions.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable
 

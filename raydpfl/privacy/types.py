@@ -1,7 +1,5 @@
 """Words with a fixed meaning that mechanisms, accountants and guarantees share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

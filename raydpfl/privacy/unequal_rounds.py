@@ -14,8 +14,6 @@ own levels.
 True
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 

@@ -4,8 +4,6 @@
 'Classes of each client'
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

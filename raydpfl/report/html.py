@@ -3,8 +3,6 @@
 The template is page.html.jinja, the style is style.css. Jinja escapes every text.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field

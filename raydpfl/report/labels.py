@@ -6,8 +6,6 @@
 ('78.85 %', '1,226', '0.0001235', '')
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

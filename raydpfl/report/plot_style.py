@@ -5,8 +5,6 @@ reads in light, in the dark and on paper. Colours are distinct for the colour-bl
 2008), and each goes with a dash and a marker of its own. Nothing here touches pyplot.
 """
 
-from __future__ import annotations
-
 import html
 import io
 import itertools

@@ -2,8 +2,6 @@
 is needed. A missing file is an empty table; so is a damaged one, and `flaws` says why.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence

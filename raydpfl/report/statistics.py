@@ -11,8 +11,6 @@
 5.960464477539063e-08
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -13,8 +13,6 @@ arm,accuracy
 A|B,0.5
 """
 
-from __future__ import annotations
-
 import csv
 import html
 import io

@@ -6,8 +6,6 @@ is killed. After the loss of a node there may be no room for a new one; the pool
 others, and has it when a node comes back.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """How many client actors there is room for, on this machine or on a cluster."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 

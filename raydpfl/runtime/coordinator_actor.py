@@ -1,7 +1,5 @@
 """The coordinator in an actor of Ray, whose process starts before there is a run to coordinate."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -6,8 +6,6 @@ its disk, while the next pieces come. Of the processes of a node one fetches, an
 What arrived is compared with the digest of what was sent.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

@@ -6,8 +6,6 @@ it lives: so a parent that was itself killed with SIGKILL leaves no process behi
 agents outlive that by a minute, and stopped ones stay for good.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

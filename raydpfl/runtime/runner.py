@@ -5,8 +5,6 @@ Everything that can be refused is refused first; then Ray is started or joined (
 a checkpoint and no process behind.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -7,8 +7,6 @@ Ray that was started here carries a mark, by which it is killed (`raydpfl.runtim
 and a thread watches the control store. A joined cluster is shared: nothing there is killed.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

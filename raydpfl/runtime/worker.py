@@ -1,7 +1,5 @@
 """How the process of an actor starts on its node, and what it says of itself."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Mapping, Sequence

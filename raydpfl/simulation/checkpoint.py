@@ -8,8 +8,6 @@ again whatever happened to them. A checkpoint that is torn or changed, or has lo
 skipped, with a warning, for the one before it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

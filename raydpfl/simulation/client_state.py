@@ -12,8 +12,6 @@ chunk.
 {0: array([1., 1., 1.], dtype=float32)}
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 

@@ -6,8 +6,6 @@ clients send, step the server, measure, record. On hardware of one kind the mode
 function of (experiment, seed, t) alone.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import platform

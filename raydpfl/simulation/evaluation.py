@@ -2,8 +2,6 @@
 process, added up in their order, so that a score does not depend on who evaluated what.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

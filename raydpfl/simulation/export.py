@@ -5,8 +5,6 @@ needed to make the module without the data, and the guarantees that hold for it.
 come from anyone, so no code that it names is imported unless `trust_code` asks for it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What a run would guarantee, from its config."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Results are taken as they arrive: nothing depends on their order, nor on which actor trains whom.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol

@@ -2,8 +2,6 @@
 turned into guarantees at the end.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from pathlib import Path

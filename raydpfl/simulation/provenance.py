@@ -12,8 +12,6 @@ CUDA and cuDNN, and the workspace of cuBLAS.
 'code mine:Tanh has changed; cpu was AVX512, now AVX2'
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.metadata

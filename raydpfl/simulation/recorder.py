@@ -1,7 +1,5 @@
 """What a run writes about its rounds: tables, models and the summary."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time

@@ -5,8 +5,6 @@ backend is chosen and the noise is calibrated. What the data or the accountants 
 refused here.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

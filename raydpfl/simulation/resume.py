@@ -5,8 +5,6 @@ finds the newest checkpoint that the run can continue from, and refuses one that
 written or that the ledger contradicts.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

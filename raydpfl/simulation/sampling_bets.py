@@ -21,8 +21,6 @@ A round costs in proportion to its cohort. `pairs` is for user-defined selection
 rounds have grown by half, it searches the cohorts until then.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -21,8 +21,6 @@ A sound member fails with probability at most `FALSE_ALARM` in a whole run, howe
 follow the scheme but are no secret (they can be predicted) pass: no sequence of draws shows that.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

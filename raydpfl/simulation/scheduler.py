@@ -1,7 +1,5 @@
 """Cuts a cohort into chunks, and assigns the chunks to actors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

@@ -5,8 +5,6 @@ User-defined modules are neither in the standard library nor installed, except t
 that a member itself belongs to.
 """
 
-from __future__ import annotations
-
 import ast
 import dis
 import functools

@@ -12,8 +12,6 @@ processes (`raydpfl.storage.lock`). `reading` gives one to read from.
 'written to a copy'
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re

@@ -5,8 +5,6 @@
 (1, 1.5, [3, 4])
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

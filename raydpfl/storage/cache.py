@@ -6,8 +6,6 @@ own that lies on its disk.
 and what is fetched is compared with it: a folder that was put in half, or is damaged, is none.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

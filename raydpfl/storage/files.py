@@ -11,8 +11,6 @@ A folder of the cache also holds `SEAL`: the size and the digest of each file, a
 cut, edited or missing is noticed when the folder is used, and the folder is then made once more.
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import json

@@ -12,8 +12,6 @@ before it goes on: if its lock is gone, or another's is there, it has `lost` the
 nothing more (`check`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

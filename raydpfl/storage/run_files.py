@@ -6,8 +6,6 @@ name. A file that cannot be written (no space, no permission) ends the run with 
 names it. The run continues with `--resume` from its last checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -11,8 +11,6 @@ AWS_PROFILE, AWS_ENDPOINT_URL and the like, or the address has `?endpoint_overri
 scheme=http`.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterable, Iterator

@@ -12,8 +12,6 @@ A sweep's trials are in its directory, below `TRIALS`: the process that runs a t
 another copy, and the sweep's copy only reads it (`refetch`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

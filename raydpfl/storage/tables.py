@@ -20,8 +20,6 @@ in between as often as costs about `SHARE` of the run's time. It is complete at 
 behind the log, and is repaired by the next copy.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

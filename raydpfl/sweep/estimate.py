@@ -4,8 +4,6 @@ Runs are of one kind where a round of theirs is the same work: the data, the mod
 cohort, steps and batch. Timings are kept in the cache, for this number of cores.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import tempfile

@@ -6,8 +6,6 @@ results of all settings up to k - `ahead` have been reported, and of no other. S
 on any cluster, and a resumed sweep repeats them, the finished settings answering at once.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

@@ -2,8 +2,6 @@
 less where the best of a random number of trials is released alone (`sweep.private`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run of a sweep or a study: its trials, its directory, and what it writes there."""
 
-from __future__ import annotations
-
 import functools
 import time
 from abc import ABC, abstractmethod

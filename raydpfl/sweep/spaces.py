@@ -10,8 +10,6 @@ Traceback (most recent call last):
 raydpfl.errors.ConfigError: local.lr = {'grid': []}: expected a list of at least one value, for grid
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

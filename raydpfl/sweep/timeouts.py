@@ -19,8 +19,6 @@ trial has finished, there is no limit.
 ([], ['no round in 210 s, where the longest of the others took 20 s in all'])
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ a bundle for its own process and one for each client actor: so trials that wait 
 two share a core.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import logging

@@ -14,8 +14,6 @@ Traceback (most recent call last):
 raydpfl.errors.ConfigError: track = ['ray', 'ray']: expected a list that has each kind once
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """MLflow."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import time

@@ -1,7 +1,5 @@
 """Gauges of Ray, which its dashboard shows."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ kill kept from a tracker are sent then, rows that are computed again are not sen
 new tracker is sent all.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import queue

@@ -1,7 +1,5 @@
 """TensorBoard's event files, in the run's directory."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -1,7 +1,5 @@
 """Trackio."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import uuid

@@ -1,7 +1,5 @@
 """A backend's first steps against those of the loop, on made-up rows."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -12,8 +12,6 @@ GPU, and where compiled code fits, the order decides.
 'compiled'
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

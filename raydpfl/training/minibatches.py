@@ -6,8 +6,6 @@
 ([[[1, 0, 2], [0, 4, 2]], [[0, 1, 0], [0, 1, 0]]], [3, 2])
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What a process that trains sets once, before it does."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

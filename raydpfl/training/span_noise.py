@@ -44,8 +44,6 @@ True
 False
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -8,8 +8,6 @@
 [0 1] (2, 7850) [0.12 0.12]
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 

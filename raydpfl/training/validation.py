@@ -1,7 +1,5 @@
 """What a module and a rule must be for what is asked of them, tried out on made-up numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

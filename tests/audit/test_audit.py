@@ -5,8 +5,6 @@ False alarms: a check or an estimate fails for at most 1e-4 of sound runs, a low
 claim in far fewer than its 5 %. Seeds are fixed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -2,8 +2,6 @@
 mechanism is noticed, those among them that no statistic of sums can see.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

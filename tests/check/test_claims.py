@@ -2,8 +2,6 @@
 is that holds.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -2,8 +2,6 @@
 caught by the clause that is for it.
 """
 
-from __future__ import annotations
-
 import uuid
 from dataclasses import replace
 from types import SimpleNamespace

@@ -2,8 +2,6 @@
 keep the contract, and run privately with the epsilon of what they release.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

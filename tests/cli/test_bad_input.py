@@ -2,8 +2,6 @@
 and what is accepted.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """The JSON Schema of a config takes what the reader of configs takes, and refuses misspelt keys."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

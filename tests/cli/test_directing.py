@@ -1,7 +1,5 @@
 """What is given to the wrong command is answered with the right one."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 from conftest import SMALL, messages

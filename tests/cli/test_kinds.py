@@ -1,7 +1,5 @@
 """`raydpfl kinds` says what the classes say; a misspelt or foreign key is answered with ours."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

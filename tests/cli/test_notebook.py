@@ -1,7 +1,5 @@
 """Runs from Python: progress in the cell of a notebook, and a result that shows itself."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What goes wrong with files and with a user's own code ends in one line, never in a traceback."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """What is said of a config, a sweep or a study before any of it is run."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 from conftest import SMALL, experiment

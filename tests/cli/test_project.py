@@ -1,7 +1,5 @@
 """`raydpfl new`: a project that works as it is made."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

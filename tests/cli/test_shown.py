@@ -1,7 +1,5 @@
 """What `raydpfl run` shows: on a terminal, in a file, and of what came of it."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

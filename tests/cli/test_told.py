@@ -1,7 +1,5 @@
 """What a run says: rates, stops, odd data, and where the user's own code failed."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

@@ -1,8 +1,6 @@
 """Classes of the user's own: what may be subclassed, what is refused by name, and when anything is
 imported or called."""
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -2,8 +2,6 @@
 Python: one set of bits, or an error by name.
 """
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The compiled parts of the engine: same bits as their plain references, on every kind of code."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """SIGINT stops a command also where its parent ignored it, as a script's `raydpfl ... &` does."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Partitions: every sample dealt once, in the sizes and mixtures that were asked for."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from conftest import messages

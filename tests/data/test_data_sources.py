@@ -1,7 +1,5 @@
 """Where samples come from: the embedded set, torchvision's layout, tables, Synthetic(u, v)."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

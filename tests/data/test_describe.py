@@ -2,8 +2,6 @@
 line says what to do.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import shlex

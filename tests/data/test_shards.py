@@ -2,8 +2,6 @@
 folder is used.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import multiprocessing

@@ -1,7 +1,5 @@
 """Text: a client per speaker, the next character at every position, and the models of tokens."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Columns of text: token ids by a declared vocabulary, their classifier, and the next word."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -2,8 +2,6 @@
 was asked for.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

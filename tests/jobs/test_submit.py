@@ -2,8 +2,6 @@
 token authentication on.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

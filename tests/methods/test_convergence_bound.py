@@ -2,8 +2,6 @@
 whose constants are known: f_i(x) = 1/2 a_i (x - o_i)^2, one number, a sample a client.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

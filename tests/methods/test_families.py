@@ -1,7 +1,5 @@
 """The small families: bounding, weights and server steps, against equations and references."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

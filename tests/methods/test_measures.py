@@ -1,7 +1,5 @@
 """What a run measures beyond its rounds (SPEC sec. 5): each number against its definition."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from pathlib import Path

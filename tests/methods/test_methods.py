@@ -1,7 +1,5 @@
 """The algorithms of the four papers as whole runs, each against something exact."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -2,8 +2,6 @@
 and what must not matter.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

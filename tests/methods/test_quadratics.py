@@ -1,7 +1,5 @@
 """Quadratic objectives: the data, the exact solutions, and whole runs against both."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Runs with integer noise on sums modulo a power of two."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -4,8 +4,6 @@ enumeration, and what a draw may cost.
 Chi-square tests have a fixed seed and a false-alarm rate of 1e-4 each.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import pickle

@@ -2,8 +2,6 @@
 evaluates, and wherever a run shows scores.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Models: their parameters, their initial values, and what cannot be trained here."""
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -1,7 +1,5 @@
 """Models in and out of a run, and a finished run that goes on for more rounds."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Tasks: what targets are, what a loss is, and that every backend carries it out."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

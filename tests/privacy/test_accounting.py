@@ -2,8 +2,6 @@
 PRIVACY.md.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

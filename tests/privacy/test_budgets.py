@@ -1,7 +1,5 @@
 """Distributions of personal budgets: what is drawn, and what is refused."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -2,8 +2,6 @@
 what they refuse it refuses.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math

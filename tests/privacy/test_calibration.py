@@ -1,7 +1,5 @@
 """Calibration: always on the safe side, tight, cached, and honest about what cannot be reached."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -2,8 +2,6 @@
 cohorts, and what is refused.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -2,8 +2,6 @@
 come from it: a release for which this passes may be used.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

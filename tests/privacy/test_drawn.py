@@ -1,7 +1,5 @@
 """Noise of members from outside the package, in runs: what is drawn is what was accounted for."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

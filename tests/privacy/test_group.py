@@ -1,7 +1,5 @@
 """What a person's samples together cost: the curves of groups against enumerations and mixtures."""
 
-from __future__ import annotations
-
 from itertools import combinations, product
 
 import numpy as np

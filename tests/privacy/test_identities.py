@@ -5,8 +5,6 @@ Noise that is drawn for one run and not for another would tell them apart, so th
 have common noise (`noise.common`).
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest

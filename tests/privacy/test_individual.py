@@ -1,7 +1,5 @@
 """Individual budgets: what adaptive lengths amount to, and what a filter lets through."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

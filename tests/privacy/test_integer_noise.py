@@ -1,7 +1,5 @@
 """Integer noise: drawn exactly, rounded within its norm, and never cheaper than it is."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

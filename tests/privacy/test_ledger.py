@@ -1,7 +1,5 @@
 """The ledger: a kill at any byte loses at most a round that was never released."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

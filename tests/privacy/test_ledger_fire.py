@@ -6,8 +6,6 @@ imports all once, and forks a process for every attempt at a run. Whatever was r
 a file beside the run, at the moment of its release.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

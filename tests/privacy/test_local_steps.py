@@ -1,7 +1,5 @@
 """Noise at local steps: each client as if it were alone, and what was promised to it."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The mechanism and the guarantee: plain data that refuse nonsense and keep their names."""
 
-from __future__ import annotations
-
 import json
 import math
 import operator

@@ -1,7 +1,5 @@
 """The papers' formulas give what PRIVACY.md says they give, and say where their conditions fail."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The pages of what is proven and of the papers say what the code says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import get_args

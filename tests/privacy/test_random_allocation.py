@@ -1,7 +1,5 @@
 """Random allocation: its numbers against published bounds, an integral and simulated clients."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import combinations

@@ -2,8 +2,6 @@
 moments where it does.
 """
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -2,8 +2,6 @@
 search over Gaussians, which no bound may undercut.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

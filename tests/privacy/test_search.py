@@ -1,7 +1,5 @@
 """What comes back from a search is safe, and hardly anything nearer would be."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

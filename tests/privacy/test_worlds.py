@@ -1,7 +1,5 @@
 """What accountants claim, against neighbouring worlds: never less than an observer can tell."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,8 +1,6 @@
 """Runs side by side: seeds are averaged and nothing else is, labels are what tells runs apart, and
 what cannot be compared is refused."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,8 +1,6 @@
 """Reports: every figure is drawn from a directory alone, pages need nothing else, and what is not
 there is left out by name."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

@@ -1,7 +1,5 @@
 """The client actors of a run: what an error, a kill and another process do to the pool."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -2,8 +2,6 @@
 lost. And the files that start clusters.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

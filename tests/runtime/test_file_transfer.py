@@ -2,8 +2,6 @@
 of one process.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Where a run goes: `client.actors: auto` is decided once, before the first round."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 should, and leave nothing behind.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

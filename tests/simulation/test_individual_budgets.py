@@ -1,7 +1,5 @@
 """Clients that leave by budgets of their own, in a run."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest

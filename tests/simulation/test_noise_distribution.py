@@ -7,8 +7,6 @@ row, the distribution of single numbers, and correlations between rows and betwe
 of these raises a false alarm for one sound seed in 10^6; seeds are fixed.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

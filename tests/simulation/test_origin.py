@@ -1,7 +1,5 @@
 """Noise that no other release has, what the bits depend on, and going on after it has changed."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

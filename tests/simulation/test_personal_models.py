@@ -1,7 +1,5 @@
 """What of a model is trained, what travels, and what stays with each client."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

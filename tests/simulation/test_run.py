@@ -1,7 +1,5 @@
 """One run, seen from outside: its directory, its guarantees, its ends."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -2,8 +2,6 @@
 wherever and however it ran.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

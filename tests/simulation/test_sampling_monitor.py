@@ -1,7 +1,5 @@
 """A selection's draws are tested against the scheme that it declares."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

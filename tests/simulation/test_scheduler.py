@@ -1,7 +1,5 @@
 """Which actors run which chunks, and what the machine is asked for before anything starts."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -2,8 +2,6 @@
 costs, and what follows from it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

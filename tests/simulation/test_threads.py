@@ -2,8 +2,6 @@
 forks in the midst.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -2,8 +2,6 @@
 count, and that nothing of a stranger's run directory is imported unasked.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Files are known by what is in them: sources, prepared data, and answers that the cache keeps."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """A sweep in a storage of Optuna: it shows what the sweep's directory has, and nothing else."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 what kills it at any instant leaves a store to go on from.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -5,8 +5,6 @@ This file is also the program that does the killing (`python test_storage_fire.p
 RAYDPFL_KILLS says how often (50: issue-sized; a few by default).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Tables grow by what is new, are whole at any instant, and keep the type of every column."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq

@@ -1,7 +1,5 @@
 """What a search spends: the composition of its trials, or less where the best is released alone."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

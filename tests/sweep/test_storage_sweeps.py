@@ -2,8 +2,6 @@
 has what came of them.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -2,8 +2,6 @@
 identities hold which the papers' mathematics gives, and what they leave behind. Never an accuracy.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

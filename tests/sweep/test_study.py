@@ -2,8 +2,6 @@
 on.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import io

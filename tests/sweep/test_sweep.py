@@ -2,8 +2,6 @@
 often it is killed.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

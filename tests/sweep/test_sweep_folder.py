@@ -1,7 +1,5 @@
 """What lies in a sweep's directory is checked before it is believed, and all of it counts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

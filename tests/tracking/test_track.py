@@ -1,7 +1,5 @@
 """Trackers: told every row once, whatever becomes of the run, and no part of what it is."""
 
-from __future__ import annotations
-
 import json
 import logging
 import struct

@@ -2,8 +2,6 @@
 with torch.optim in double, sample by sample where gradients are clipped.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters of low rank on a frozen base: what is trained, what travels, a chunk as one batch."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

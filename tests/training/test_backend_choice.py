@@ -1,7 +1,5 @@
 """Which backend trains a model: what it fits, what is refused, and what the log says."""
 
-from __future__ import annotations
-
 import logging
 import re
 import time

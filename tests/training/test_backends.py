@@ -2,8 +2,6 @@
 against its neighbours'.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The rows of every local step."""
 
-from __future__ import annotations
-
 import sys
 from itertools import combinations
 

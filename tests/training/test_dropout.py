@@ -1,7 +1,5 @@
 """Dropout: every backend draws the masks that the loop draws for a client."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Local training by the trainer: blocks, order, diverged clients, state of modules, SCAFFOLD."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Per-sample clipping and noise at every local step: what privacy rests on."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Products in less than float32: what they change, and what they leave as it is."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -3,8 +3,6 @@ noises comes to the same update, and all that leaves a client has the law that i
 full draw at every step.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

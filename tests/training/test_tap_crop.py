@@ -1,7 +1,5 @@
 """Convolutions without the taps that see padding alone, against autograd on the whole."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

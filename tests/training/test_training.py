@@ -2,8 +2,6 @@
 a user's own; each against torch's own on a module.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Rows that clients hold out of training: which ones, and what is told of them."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

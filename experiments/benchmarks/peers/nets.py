@@ -1,7 +1,5 @@
 """The nets of the jobs, and their loss, as a user of torch writes them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

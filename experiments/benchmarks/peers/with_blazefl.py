@@ -1,7 +1,5 @@
 """A job with BlazeFL, `settings.threads` clients at once. It has no clipping."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 import nets

@@ -1,7 +1,5 @@
 """A job with Flower's simulation on Ray: a core for each client that trains."""
 
-from __future__ import annotations
-
 import os
 
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"

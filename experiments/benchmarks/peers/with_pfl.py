@@ -2,8 +2,6 @@
 started by `torchrun`, as pfl's documentation has it.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import nets

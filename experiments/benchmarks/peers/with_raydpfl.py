@@ -1,7 +1,5 @@
 """A job with raydpfl: `settings` are keys of its section `client`."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -30,8 +30,6 @@ for, with a false alarm in 1e-9 of sound runs.
 True
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Worlds of a replay in which clients send what an adversary would."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

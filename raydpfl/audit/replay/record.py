@@ -1,7 +1,5 @@
 """What is seen of the rounds of a replay's world."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Readers of clients' rows for the worlds of a replay."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
 

@@ -1,7 +1,5 @@
 """How far released sums move from one world of a replay to a neighbouring one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Worlds of a replay in which clients train."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from raydpfl.audit import local_step_canaries

@@ -21,8 +21,6 @@ True
 array([1.5, 4. ])
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import functools

@@ -14,8 +14,6 @@ The images are under the MIT licence of Fashion-MNIST (LICENSE in this folder), 
 project's own.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

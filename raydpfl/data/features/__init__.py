@@ -17,8 +17,6 @@ listed among the exclusions of the run's guarantee. Components from a file and t
 pretrained net are taken to come from public data, and cost nothing; nor do random filters.
 """
 
-from __future__ import annotations
-
 from raydpfl.config.registry import family
 from raydpfl.data.features.base import Features
 from raydpfl.data.features.pca import principal_components

@@ -1,7 +1,5 @@
 """The base of the family: a fixed front end."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path

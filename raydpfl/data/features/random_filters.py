@@ -1,7 +1,5 @@
 """Random filters: features that no data were looked at for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import ClassVar
 

@@ -21,8 +21,6 @@ relative entropy to the mixture asked for (iterative proportional fitting, Demin
 rounded to whole samples by a flow on the entries that the mixture allows (`mixture`).
 """
 
-from __future__ import annotations
-
 from raydpfl.config.registry import family
 from raydpfl.data.partitions.base import Partition
 from raydpfl.data.partitions.iid import Iid

@@ -1,7 +1,5 @@
 """The base of the family: which samples each client holds."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 import numpy as np

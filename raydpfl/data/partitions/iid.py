@@ -1,7 +1,5 @@
 """Partitions by chance, as a whole or in part."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal
 
 import numpy as np

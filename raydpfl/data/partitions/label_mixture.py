@@ -5,8 +5,6 @@
 (array([4, 4]), array([3, 5]))
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Shards of one class."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np

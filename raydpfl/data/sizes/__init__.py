@@ -8,8 +8,6 @@ them to whole samples, at least one each.
 array([3, 3, 2, 2])
 """
 
-from __future__ import annotations
-
 from raydpfl.config.registry import family
 from raydpfl.data.sizes.base import Sizes
 from raydpfl.data.sizes.distributions import Balanced, PowerLaw

@@ -1,7 +1,5 @@
 """The base of the family: how many samples each client holds."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from raydpfl.config.registry import Member

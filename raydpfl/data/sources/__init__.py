@@ -14,8 +14,6 @@ Public, because published: the normalisation constants. They belong to the publi
 are not the published ones.
 """
 
-from __future__ import annotations
-
 from raydpfl.config.registry import family
 from raydpfl.data.sources.base import Data, InMemoryData, Maker, Samples, Split
 

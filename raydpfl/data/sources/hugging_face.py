@@ -1,7 +1,5 @@
 """Data sets of Hugging Face."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Images in folders, one for each class."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from pathlib import Path

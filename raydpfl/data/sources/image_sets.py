@@ -1,7 +1,5 @@
 """Named image data sets: the embedded images, and CIFAR-10 as JPEG images."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 

@@ -19,8 +19,6 @@ samples, of a million 7 %. A client's samples depend on (seed, k) and on how man
 ((4, 60), dtype('float32'), array([2, 2, 2, 2]))
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

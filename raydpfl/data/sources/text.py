@@ -1,7 +1,5 @@
 """Text, of which each client has its own."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Data sets that torchvision downloads and reads."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

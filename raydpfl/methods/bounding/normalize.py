@@ -1,7 +1,5 @@
 """Normalisation, and its smooth form."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """Adam and AdamW, as torch has them."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any
 

@@ -9,8 +9,6 @@ and no two runs with one seed may both be published (001 Figs 1 to 3).
 The noise is for simulation: floating-point Gaussians from a non-cryptographic generator.
 """
 
-from __future__ import annotations
-
 from raydpfl.config.registry import family
 from raydpfl.methods.noise.base import (
     Noise,

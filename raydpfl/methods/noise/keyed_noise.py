@@ -4,8 +4,6 @@ Standard normals are drawn as one flat float32 vector (`raydpfl.core.prng.normal
 standard deviations) and scaled in float64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

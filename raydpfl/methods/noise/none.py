@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from raydpfl.methods.noise.base import Noise, RunFacts
 from raydpfl.privacy import Mechanism
 

@@ -1,7 +1,5 @@
 """Noise on sums over cohorts, as accountants count it: who takes part, what is released."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

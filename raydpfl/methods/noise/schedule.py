@@ -1,7 +1,5 @@
 """How the noise goes on from round to round."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from raydpfl.config.registry import Section

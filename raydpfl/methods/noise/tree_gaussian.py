@@ -1,7 +1,5 @@
 """Gaussian noise of binary trees over the rounds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 

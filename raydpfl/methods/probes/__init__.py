@@ -3,8 +3,6 @@ member with fields is a mapping. By default a run has none, as each costs more t
 round.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from raydpfl.config.registry import choose, family

@@ -1,7 +1,5 @@
 """The base of what a run measures on the side."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -16,8 +16,6 @@ is taken to be alpha_i, which is exact where local steps take full gradients, an
 reported.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

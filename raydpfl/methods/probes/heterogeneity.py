@@ -9,8 +9,6 @@ With f = sum_i p_i f_i, p_i = n_i / sum n, w* its minimiser and f* its minimum, 
 Gamma_s needs the minima (`raydpfl.methods.probes.client_optima`).
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

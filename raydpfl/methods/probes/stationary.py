@@ -11,8 +11,6 @@ clients take part without noise the mean update is a function of x alone. Its ze
 bisection in float64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

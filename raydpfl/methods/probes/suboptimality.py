@@ -7,8 +7,6 @@ numbers are exact. The cross-entropy of softmax regression is minimised by the s
 minimiser.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 

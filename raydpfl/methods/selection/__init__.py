@@ -15,8 +15,6 @@ is secret depends on the observer, and every guarantee says what it assumes. A d
 log N); what takes longer (the sums of probabilities, Problem 1) is done once.
 """
 
-from __future__ import annotations
-
 from raydpfl.config.registry import family
 from raydpfl.methods.selection.base import Ask, Cohort, Population, Selection
 from raydpfl.methods.selection.first_responders import RESPONSES

@@ -5,8 +5,6 @@ every round. If all clients have the same scale this is uniform sampling in dist
 5 rests on that).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 
 from raydpfl.methods.selection.base import Ask, Cohort, Population, Selection

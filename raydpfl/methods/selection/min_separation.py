@@ -3,8 +3,6 @@ the devices (Xu et al. 2023: Federated learning of Gboard language models with d
 privacy).
 """
 
-from __future__ import annotations
-
 from collections import deque
 
 import numpy as np

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.methods.selection.base import Ask, Cohort, Population
 from raydpfl.methods.selection.uniform import Sized, distinct

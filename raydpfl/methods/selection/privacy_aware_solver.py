@@ -34,8 +34,6 @@ client keeps 6e-150, which M = 0.5 - 6e-150 cannot hold in float64.
 Public: p^u and c, hence sizes and budgets. Nothing here may depend on the data.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Cohorts of distinct clients, all equally likely."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np

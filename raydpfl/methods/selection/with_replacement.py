@@ -3,8 +3,6 @@ clients of 003 sec. III-C2. A client drawn twice trains twice, with independent 
 and counts twice in the sum that is divided by r.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from pydantic import Field
 

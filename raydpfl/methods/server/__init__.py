@@ -4,8 +4,6 @@ A member holds nothing but its settings. What lasts is in a state, a dictionary 
 that the run passes in, lets it change in place, and writes to every checkpoint.
 """
 
-from __future__ import annotations
-
 from raydpfl.config.registry import family
 from raydpfl.methods.server.base import Server, State
 from raydpfl.methods.server.sgd import ServerSgd

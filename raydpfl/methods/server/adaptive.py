@@ -1,7 +1,5 @@
 """The adaptive servers (Reddi et al. 2021, Alg. 2)."""
 
-from __future__ import annotations
-
 import numpy as np
 from pydantic import Field
 

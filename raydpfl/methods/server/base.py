@@ -1,7 +1,5 @@
 """The base of the servers."""
 
-from __future__ import annotations
-
 import numpy as np
 from pydantic import Field
 

@@ -5,8 +5,6 @@ factor w_i of client i's contribution, with mean 1 over the population. The larg
 multiplies the sensitivity.
 """
 
-from __future__ import annotations
-
 from raydpfl.config.registry import family
 from raydpfl.methods.weights.base import Weights
 

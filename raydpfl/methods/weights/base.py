@@ -1,7 +1,5 @@
 """The base of the weights."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from raydpfl.config.registry import Member

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 
 from raydpfl.methods.weights.base import Weights

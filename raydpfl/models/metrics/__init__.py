@@ -14,8 +14,6 @@ raydpfl.errors.ConfigError: evaluate.metrics = ['mse', 'mse']: expected a list t
 (F1(kind='f1', average='micro'), None)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from raydpfl.config.registry import choose, family

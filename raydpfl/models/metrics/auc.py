@@ -1,7 +1,5 @@
 """The area under the curve of true over false positives."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Metrics of which class, or which labels, a model chooses."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any, ClassVar, Literal

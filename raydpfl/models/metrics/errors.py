@@ -1,7 +1,5 @@
 """Errors of predicted numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

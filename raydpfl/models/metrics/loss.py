@@ -1,7 +1,5 @@
 """Losses that are averaged over samples."""
 
-from __future__ import annotations
-
 import math
 
 import torch

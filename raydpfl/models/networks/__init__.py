@@ -1,7 +1,5 @@
 """The networks that a config names. Those of one kind share a file."""
 
-from __future__ import annotations
-
 from raydpfl.config import registry
 from raydpfl.models.base import Model
 

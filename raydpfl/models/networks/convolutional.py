@@ -1,7 +1,5 @@
 """Convolutional networks of a few layers."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from math import prod
 from typing import Annotated

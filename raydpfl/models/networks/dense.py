@@ -1,7 +1,5 @@
 """Linear models, and dense layers."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Models of the transformers library."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Any module of the user's own."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from types import FunctionType

@@ -19,8 +19,6 @@ tensor([0.6931, 0.6931])
 tensor([0.1733, 0.1733])
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch  # noqa: F401  (the example above)

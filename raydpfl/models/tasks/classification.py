@@ -1,7 +1,5 @@
 """One class of several."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 import numpy as np

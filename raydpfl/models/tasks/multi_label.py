@@ -1,7 +1,5 @@
 """Several answers of yes or no."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One number, or several."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """A class at each position."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal
 
 import numpy as np

@@ -9,8 +9,6 @@ user-defined accountant, a class of `Accountant`, by import path.
 ('pld', 'rdp', 'paper')
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from typing import Any

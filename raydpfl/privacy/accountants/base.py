@@ -1,7 +1,5 @@
 """The bases of accountants and of papers' formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal

@@ -1,7 +1,5 @@
 """tCDP of 002 in its usable form: Lemmas 1 to 4, conditions checked (PRIVACY.md sec. 4)."""
 
-from __future__ import annotations
-
 import math
 
 from raydpfl.errors import ConfigError

@@ -1,7 +1,5 @@
 """Theorem 5 of 002 as printed: one forced point, whose delta is its own (PRIVACY.md sec. 4)."""
 
-from __future__ import annotations
-
 import math
 
 from raydpfl.privacy.accountants.base import Formula, FormulaValue

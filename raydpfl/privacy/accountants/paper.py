@@ -9,8 +9,6 @@ on the mean. With sigma_001 = sigma_000 / sqrt(r) they are one mechanism, whose 
 std sqrt(r) sigma_000 = r sigma_001.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

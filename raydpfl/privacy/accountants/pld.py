@@ -1,7 +1,5 @@
 """Privacy loss distributions, the tightest rigorous accountant: see `raydpfl.privacy.pld`."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -2,8 +2,6 @@
 amplifies: see `raydpfl.privacy.rdp`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

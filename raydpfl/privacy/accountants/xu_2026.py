@@ -2,8 +2,6 @@
 batches B and samples n_k may be numbers or arrays of one shape, which the results have too.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

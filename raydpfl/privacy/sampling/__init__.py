@@ -13,8 +13,6 @@ A user-defined scheme is an object of a class derived from `SamplingScheme`, in 
 the `sampling` of a user-defined selection returns it (docs/members.md has an example).
 """
 
-from __future__ import annotations
-
 from raydpfl.config.registry import family
 from raydpfl.privacy.sampling.base import (
     SCHEMES,

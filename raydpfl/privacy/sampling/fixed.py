@@ -2,8 +2,6 @@
 sec. 2; zero_out and add_remove: docs/proofs.md).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

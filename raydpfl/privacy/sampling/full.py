@@ -1,7 +1,5 @@
 """Everyone in every round: nothing is secret, and nothing amplified."""
 
-from __future__ import annotations
-
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.sampling.base import SamplingScheme
 

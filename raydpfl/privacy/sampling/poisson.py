@@ -2,8 +2,6 @@
 of a cohort is a secret too (replace_one: docs/proofs.md).
 """
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

@@ -2,8 +2,6 @@
 nothing is amplified.
 """
 
-from __future__ import annotations
-
 from raydpfl.privacy.sampling.base import Participations, SamplingScheme
 
 

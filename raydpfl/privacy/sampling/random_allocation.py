@@ -4,8 +4,6 @@ equally likely, drawn afresh for every epoch and independently of the others (Fe
 too. See `raydpfl.privacy.random_allocation`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from raydpfl.errors import ConfigError

@@ -3,8 +3,6 @@ Scalable DP-SGD: shuffling vs. Poisson subsampling. NeurIPS 2024). Their bound a
 of docs/proofs.md, which is here, does not.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from raydpfl.errors import ConfigError

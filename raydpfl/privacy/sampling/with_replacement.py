@@ -2,8 +2,6 @@
 `p_max` (PRIVACY.md sec. 2).
 """
 
-from __future__ import annotations
-
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import pld
 from raydpfl.privacy.sampling.base import Participations, SamplingScheme

@@ -15,8 +15,6 @@ Traceback (most recent call last):
 raydpfl.errors.ConfigError: study.show[0] = 'date': expected one of the axes of the study: ...
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

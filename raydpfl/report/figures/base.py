@@ -1,7 +1,5 @@
 """The base of the items of a report: figures, and the tables that a study asks for."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

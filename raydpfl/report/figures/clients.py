@@ -2,8 +2,6 @@
 with which probability it is selected (003).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Which classes are taken for which."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal

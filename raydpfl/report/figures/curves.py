@@ -1,7 +1,5 @@
 """A number of every round, over rounds, seconds or epsilon."""
 
-from __future__ import annotations
-
 import fnmatch
 import itertools
 from collections.abc import Sequence

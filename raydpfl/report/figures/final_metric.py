@@ -1,7 +1,5 @@
 """The last round of each run over a label of its setting, or over a value that was searched."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar

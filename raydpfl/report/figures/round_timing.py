@@ -1,7 +1,5 @@
 """Where the seconds of a run go."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """One number of each cell over another."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

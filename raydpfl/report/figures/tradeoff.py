@@ -1,7 +1,5 @@
 """The guarantee that holds, as curves: delta over epsilon, and the power of attacks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 

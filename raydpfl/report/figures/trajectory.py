@@ -1,7 +1,5 @@
 """The path of the model, seen in a plane that is common to all runs (001 Fig. 3)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

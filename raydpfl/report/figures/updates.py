@@ -2,8 +2,6 @@
 update (000 Figs 1, 2, 5-11).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

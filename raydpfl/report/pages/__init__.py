@@ -1,7 +1,5 @@
 """The kinds of directories that a report is made of, a file a kind."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

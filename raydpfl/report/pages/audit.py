@@ -1,7 +1,5 @@
 """The page of an audit: bounds next to claims, canaries' scores, checks."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial

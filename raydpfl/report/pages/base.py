@@ -1,7 +1,5 @@
 """The base of pages: one for each kind of directory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar

@@ -6,8 +6,6 @@ one setting. Two of them with one seed are labelled by how they are carried out,
 same too, by their directories.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -12,8 +12,6 @@ and every chunk has the same shape wherever it runs:
 Either returns one vector, the exact sum of what its clients send.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import time

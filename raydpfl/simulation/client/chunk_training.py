@@ -1,7 +1,5 @@
 """Trains the clients of a chunk, within the device's memory, and isolates those that fail."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

@@ -16,8 +16,6 @@ takes a chunk.
    closed form.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

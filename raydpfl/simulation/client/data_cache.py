@@ -1,7 +1,5 @@
 """The clients' rows where they train: on the CPU as they are read, on a GPU for the whole run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property

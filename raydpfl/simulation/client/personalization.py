@@ -10,8 +10,6 @@
 tensor([0., 0., 0., 0., 1.])
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Checks that user-defined code keeps nothing from one client to the next."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The studies that come with the package, by their paths and by other names."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

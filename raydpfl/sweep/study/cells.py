@@ -4,8 +4,6 @@ A cell's experiment is put together from the sections of the file, those of its 
 then what each axis, the accounting and the scale say.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ interval lies above `by` (or within +-`within`), is `reversed` if it lies below 
 of claims (Bonferroni), and of single cells for theirs too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

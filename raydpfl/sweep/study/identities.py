@@ -2,8 +2,6 @@
 that hold or are broken whatever the accuracy.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ schemas say which columns are epsilons by a rigorous accountant (`rigorous`), wh
 the machine and differ from one run to another (`machine`), and, in tuning.parquet, the `judge`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

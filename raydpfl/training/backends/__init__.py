@@ -1,7 +1,5 @@
 """The backends, by name, and which of them can do what is asked of them."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from raydpfl.core.hardware import Precision

@@ -30,8 +30,6 @@ adds up those that are done.
 'leaky_relu is not compiled'
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -17,8 +17,6 @@ Traceback (most recent call last):
 raydpfl.models.linear_stack.NoStack: GroupNorm is not supported
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext

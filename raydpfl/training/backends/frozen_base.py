@@ -18,8 +18,6 @@ then what autograd gives, and the norms and sums are a few operations on what is
 ['2.weight', '2.bias']
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field

@@ -32,8 +32,6 @@ Traceback (most recent call last):
 raydpfl.training.backends.ghost_clipping.NotLayerwise: BatchNorm1d mixes the samples of a batch
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

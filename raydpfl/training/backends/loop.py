@@ -7,8 +7,6 @@ channels-last inside, which is faster there and slower where GroupNorm follows. 
 see padding alone are left out (`raydpfl.training.layers.tap_crop`).
 """
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """One client after another on one flat vector of parameters, however its gradients are made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ its own generator, for its real samples alone.
 True
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 

@@ -10,8 +10,6 @@ mean, with no sample's gradient in memory; and the gradient by the images. Every
 its own, as in all compiled code.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass

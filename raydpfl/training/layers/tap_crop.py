@@ -10,8 +10,6 @@ a view of the taps that read pixels, which is the leaf of autograd in the place 
 (((1, 2), (1, 2)), ((0, 3), (0, 3)), ((1, 2), (0, 3)))
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
