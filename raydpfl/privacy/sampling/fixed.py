@@ -9,7 +9,6 @@ import numpy as np
 
 from raydpfl.privacy import pld, rdp
 from raydpfl.privacy.sampling.base import Sampling, SamplingScheme
-from raydpfl.privacy.sampling.poisson import poisson_renyi
 
 _UNLIKELY = 1e-12
 
@@ -77,7 +76,7 @@ class FixedSizeSampling(SamplingScheme):
                 [(p, self.renyi(rest, mu * more, relation)) for p, rest, more in parts]
             )
         if relation == "add_remove":
-            return poisson_renyi(sampling.q, 2 * mu)
+            return rdp.poisson(sampling.q, 2 * mu)
         bound = rdp.fixed_size(sampling.q, mu if relation == "replace_one" else 2 * mu)
         return np.minimum(bound, rdp.gaussian(mu))
 

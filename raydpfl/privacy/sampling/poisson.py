@@ -2,30 +2,11 @@
 of a cohort is a secret too (replace_one: docs/proofs.md).
 """
 
-import logging
-
 import numpy as np
 
 from raydpfl.privacy import pld
 from raydpfl.privacy import rdp as renyi
 from raydpfl.privacy.sampling.base import SamplingScheme
-
-
-def poisson_renyi(q: float, mu: float) -> np.ndarray:
-    """Divergences of one Poisson-sampled Gaussian under add_remove, float64 [orders], by
-    dp-accounting, whose noise multiplier is std / sensitivity under every relation.
-    """
-    from dp_accounting import dp_event, rdp
-
-    event = dp_event.PoissonSampledDpEvent(q, dp_event.GaussianDpEvent(1 / mu))
-    logger = logging.getLogger("absl")
-    # an order that does not converge is infinite, with a warning
-    level = logger.level
-    logger.level = logging.ERROR
-    try:
-        return np.asarray(rdp.RdpAccountant(renyi.ORDERS.tolist()).compose(event).rdp)
-    finally:
-        logger.level = level
 
 
 class PoissonSampling(SamplingScheme):
@@ -74,5 +55,5 @@ class PoissonSampling(SamplingScheme):
         """Under replace_one that of a cohort of fixed size, whose Gaussians are further apart; no
         more than that of everyone.
         """
-        bound = renyi.fixed_size if relation == "replace_one" else poisson_renyi
+        bound = renyi.fixed_size if relation == "replace_one" else renyi.poisson
         return np.minimum(bound(sampling.q, mu), renyi.gaussian(mu))
