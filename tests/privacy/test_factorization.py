@@ -30,7 +30,6 @@ from raydpfl.privacy.factorization import (
     buffered_toeplitz,
     covered,
     error,
-    sensitivity,
     square_root,
     toeplitz_squares,
     tree_squares,
@@ -148,8 +147,6 @@ def test_no_pattern_of_participations_passes_the_sensitivity_and_one_attains_it(
     squares = toeplitz_squares(c, rounds, separation, participations)
     assert np.sqrt(squares) == pytest.approx(most[1 : len(squares) + 1], rel=1e-12)
     assert not most[len(squares) + 1 :].any()
-    claimed = sensitivity(c, rounds, separation, participations)
-    assert claimed == pytest.approx(most.max(), rel=1e-12)
 
 
 @pytest.mark.parametrize("restart", [None, 1, 4, 5, 8])
@@ -228,9 +225,10 @@ def test_queries_with_noise_of_their_own_compose_as_such_next_to_correlated_sums
 
 def test_coefficients_that_increase_are_refused_where_columns_overlap():
     c = [1.0, 0.2, 0.5]
-    assert sensitivity(c, 8, 3, 2) == pytest.approx(math.sqrt(2) * np.linalg.norm(c))
-    with pytest.raises(ConfigError, match=r"^coefficients = 3: expected as many as the 2 rounds"):
-        sensitivity(c, 8, 2, 2)
+    assert toeplitz_squares(c, 8, 3, 2)[-1] == pytest.approx(2 * np.dot(c, c))
+    for computed in (toeplitz_squares, lambda c, rounds, *most: error(c, rounds, 0.0, *most)):
+        with pytest.raises(ConfigError, match=r"^coefficients = 3: .* as many as the 2 rounds"):
+            computed(c, 8, 2, 2)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.8])
