@@ -263,34 +263,6 @@ def test_the_recurrence_is_the_dense_inverse(bands, rounds):
     assert drawn == pytest.approx(stds[:, None] * (inverse @ z), rel=1e-10, abs=1e-12)
 
 
-def test_the_noise_of_a_round_has_the_same_bits_in_whatever_order_rounds_are_asked_for():
-    c = banded_toeplitz(4, 12)
-    straight = BandedSource(6, c, 50)
-    through = [straight.on_sum(t, 2.0) for t in range(12)]
-    assert np.array_equal(BandedSource(6, c, 50).on_sum(7, 2.0), through[7])  # after a resume
-    jumping = BandedSource(6, c, 50)
-    for t in (0, 1, 2, 2, 3, 1, 11, 5, 6, 7):
-        assert np.array_equal(jumping.on_sum(t, 2.0), through[t])
-    assert not np.array_equal(BandedSource(7, c, 50).on_sum(7, 2.0), through[7])
-
-
-def test_the_drawn_noise_has_the_covariance_of_the_theory():
-    """Sample covariance of 200,000 coordinates over 6 rounds against sigma^2 C^-1 C^-T, each entry
-    by its own std; false-alarm rate 1e-5.
-    """
-    rounds = 6
-    d = 200_000
-    sigma = 1.7
-    c = banded_toeplitz(3, rounds)
-    correlated = BandedSource(8, c, d)
-    drawn = np.stack([correlated.on_sum(t, sigma) for t in range(rounds)])
-    inverse = np.linalg.inv(_matrix(c, rounds))
-    truth = sigma**2 * inverse @ inverse.T
-    spread = np.sqrt((np.outer(np.diag(truth), np.diag(truth)) + truth**2) / d)
-    scores = np.abs((drawn @ drawn.T / d - truth) / spread)[np.triu_indices(rounds)]
-    assert scores.max() < stats.norm.isf(1e-5 / 2 / len(scores))
-
-
 FITTED = {
     "tree": TreeGaussian(multiplier=1.0),
     "trees": TreeGaussian(multiplier=1.0, restart=5),
