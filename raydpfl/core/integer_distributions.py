@@ -161,16 +161,9 @@ class SkellamDistribution(Distribution):
         return math.sqrt(k * k + v * v) - v - k * math.asinh(k / v)
 
 
-@lru_cache(maxsize=8)
-def discrete_gaussian(std: float) -> DiscreteGaussianDistribution:
-    """`DiscreteGaussianDistribution(std)`, whose table is kept."""
-    return DiscreteGaussianDistribution(std)
-
-
-@lru_cache(maxsize=8)
-def skellam(std: float) -> SkellamDistribution:
-    """`SkellamDistribution(std)`, whose table is kept."""
-    return SkellamDistribution(std)
+# by std, with tables that are kept
+discrete_gaussian = lru_cache(maxsize=8)(DiscreteGaussianDistribution)
+skellam = lru_cache(maxsize=8)(SkellamDistribution)
 
 
 def _context(digits: int) -> Context:

@@ -86,8 +86,7 @@ def epsilon_curve(
     Args:
         first: at least 1. The others, and the errors, are those of `epsilon`.
     """
-    last = mechanism.rounds if rounds is None else rounds
-    _check(mechanism, relation, delta, last, accountant)
+    last = _checked(mechanism, relation, delta, rounds, accountant)
     if not mechanism.private:
         return np.full(last - first + 1, math.inf)
     return named(accountant).epsilons(mechanism, relation, delta, first, last, v)
@@ -109,8 +108,7 @@ def delta(
     """
     if not (0 <= epsilon < math.inf):
         raise ConfigError("epsilon", epsilon, "a finite number, zero or above")
-    rounds = mechanism.rounds if rounds is None else rounds
-    _check(mechanism, relation, 0.5, rounds, accountant)
+    rounds = _checked(mechanism, relation, 0.5, rounds, accountant)
     if not mechanism.private:
         return 1.0
     return named(accountant).delta(mechanism, relation, epsilon, rounds, v)
@@ -130,8 +128,7 @@ def tradeoff(
     Args:
         mechanism, relation, rounds, accountant, v: as, and the errors are, those of `epsilon`.
     """
-    rounds = mechanism.rounds if rounds is None else rounds
-    _check(mechanism, relation, 0.5, rounds, accountant)
+    rounds = _checked(mechanism, relation, 0.5, rounds, accountant)
     if not mechanism.private:
         return TradeOff(np.array([0.0, 1.0]), np.ones((1, 2)))
     return named(accountant).tradeoff(mechanism, relation, rounds, v)
@@ -216,9 +213,11 @@ def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Gu
     )  # fmt: skip
 
 
-def _check(
-    mechanism: Mechanism, relation: Relation, delta: float, rounds: int, accountant: str
-) -> None:
+def _checked(
+    mechanism: Mechanism, relation: Relation, delta: float, rounds: int | None, accountant: str
+) -> int:
+    """The rounds, by default those of the mechanism. Raises `ConfigError` as `epsilon`."""
+    rounds = mechanism.rounds if rounds is None else rounds
     reason = covers(accountant, mechanism, relation)
     if reason:
         raise ConfigError("accountant", accountant, f"one that covers it: {reason}")
@@ -229,3 +228,4 @@ def _check(
     if mechanism.hidden and rounds > MOST_HIDDEN:
         expected = f"at most {MOST_HIDDEN:,}, local steps included, where a cohort is a secret"
         raise ConfigError("rounds", rounds, expected)
+    return rounds

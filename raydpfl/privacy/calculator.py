@@ -92,9 +92,8 @@ class Answer:
     @property
     def overclaims(self) -> bool:
         """Whether it is a formula that claims a smaller epsilon than holds."""
-        if self.true_epsilon is None:
-            return False
-        return self.true_epsilon > self.guarantee.epsilon * (1 + 1e-6)
+        claimed = self.guarantee.epsilon * (1 + 1e-6)
+        return self.true_epsilon is not None and self.true_epsilon > claimed
 
 
 @dataclass

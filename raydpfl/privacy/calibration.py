@@ -5,7 +5,6 @@ what is returned is at most the target.
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -78,7 +77,8 @@ def cached(question: list, compute: Callable[[], Any]) -> Any:
     """`compute()`, noise multipliers, or what was kept where the same question (what the answer
     depends on, as JSON values) was asked before.
     """
-    question = [_VERSION, *_versions(), *question]
+    versions = map(version, ("dp-accounting", "scipy", "numpy"))  # what numbers are computed with
+    question = [_VERSION, *versions, *question]
     path = cache_root() / f"noise-{check(question)}.json"
     try:
         answer = kept_json(path)
@@ -90,12 +90,6 @@ def cached(question: list, compute: Callable[[], Any]) -> Any:
     answer = {"noise_multiplier": noise, "question": question, "check": check(question, noise)}
     keep_json(path, answer)
     return noise
-
-
-@cache
-def _versions() -> tuple[str, ...]:
-    """Of what numbers are computed with."""
-    return version("dp-accounting"), version("scipy"), version("numpy")
 
 
 def _search(

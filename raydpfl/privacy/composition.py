@@ -201,7 +201,7 @@ def _correlated(
 
 def _by_seed(runs: Sequence[RunRelease], secret: Sequence[ObserverView]) -> list[Part]:
     """What composes with the cohorts hidden. Runs of one seed release, in a round, sums over the
-    same cohort: one Gaussian, as long as each of them lasts.
+    same cohort.
     """
     parts: list[Part] = []
     for seed in dict.fromkeys(run.seed for run in runs):
@@ -213,8 +213,8 @@ def _by_seed(runs: Sequence[RunRelease], secret: Sequence[ObserverView]) -> list
         if events[0][0].sampling.epoch:  # whose rounds depend on each other
             most = max(rounds for _, rounds in events)
             events = [(event, most) for event, _ in events]
-        once = math.hypot(*(event.once for event, _ in events))
         if any(event.mus for event, _ in events):
+            once = math.hypot(*(event.once for event, _ in events))
             squares = np.zeros(max(rounds for _, rounds in events))
             for event, rounds in events:
                 squares[:rounds] += event.first(rounds) ** 2
@@ -222,12 +222,21 @@ def _by_seed(runs: Sequence[RunRelease], secret: Sequence[ObserverView]) -> list
             joint = replace(events[0][0], mu=max(mus, default=0.0), mus=mus, once=once)
             parts.append((joint, len(mus)))
             continue
-        before = 0
-        for last in sorted({rounds for _, rounds in events}):
-            mu = math.hypot(*(event.mu for event, rounds in events if rounds >= last))
-            joint = replace(events[0][0], mu=mu, once=once)
-            parts.append((joint, last - before))
-            before, once = last, 0.0
+        parts += of_one_sample(events)
+    return parts
+
+
+def of_one_sample(events: Sequence[Part]) -> list[Part]:
+    """What composes of releases over the same hidden samples: one Gaussian for all that last."""
+    parts: list[Part] = []
+    once = math.hypot(*(event.once for event, _ in events))
+    before = 0
+    for last in sorted({count for _, count in events}):
+        longer = [event for event, count in events if count >= last]
+        mu = math.hypot(*(event.mu for event in longer))
+        also = math.hypot(*(event.also for event in longer))
+        parts.append((replace(longer[0], mu=mu, also=also, once=once), last - before))
+        before, once = last, 0.0
     return parts
 
 

@@ -38,7 +38,7 @@ sampling or shuffling. ICML 2021. Appendix D.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -204,29 +204,19 @@ def error(
     participations: int = 1,
 ) -> float:
     """Std of the noise on a coordinate of the sum so far (with momentum, of the velocities v =
-    momentum v + u), root mean square over the rounds, in units of bound x (std of z over
-    `sensitivity`). Only the direction of c, the first column of C, matters. Raises `ConfigError` as
-    `sensitivity`, or if momentum is out of range.
+    momentum v + u), root mean square over the rounds, in units of bound x (std of z over the
+    sensitivity). Only the direction of c, the first column of C, matters. Raises `ConfigError` as
+    `toeplitz_squares`, or if momentum is out of range.
     """
     c = np.asarray(c, np.float64)
     _check_shape(len(c), rounds, momentum)
-    alone = _log_error(c[1:] / c[0], _workload(rounds, momentum))[0] / 2
-    moved = sensitivity(c, rounds, separation, participations) if participations > 1 else None
-    return math.exp(alone) * (1.0 if moved is None else moved / float(np.linalg.norm(c)))
+    if participations > 1:
+        _check_covered(c, separation)
+    workload = _workload(rounds, momentum)
+    return math.exp(_log_error(c[1:] / c[0], workload, separation, participations)[0] / 2)
 
 
 # --- what a client can move ---
-
-
-def sensitivity(c: Coefficients, rounds: int, separation: int, participations: int) -> float:
-    """The most that one client can move C x by, an L2 norm, for updates of norm at most 1 in at
-    most so many rounds, at least `separation` apart: exact, in linear time ([3] Theorem 2). Raises
-    `ConfigError` for coefficients that are covered by no theorem: those that are negative or
-    increase, where participations may be nearer than they are long.
-    """
-    c = np.asarray(c, np.float64)
-    _check_covered(c, separation)
-    return float(np.linalg.norm(_moved(c, rounds, separation, participations)))
 
 
 def _check_covered(c: np.ndarray, separation: int) -> None:
@@ -249,7 +239,12 @@ def _moved(c: np.ndarray, rounds: int, separation: int, participations: int) -> 
 def toeplitz_squares(
     c: Coefficients, rounds: int, separation: int, participations: int
 ) -> np.ndarray:
-    """The squared `sensitivity` of 1, 2, ... participations, float64 [at most participations]."""
+    """The most that one client can move C x by in 1, 2, ... participations, squared L2 norms,
+    float64 [at most participations], for updates of norm at most 1 in rounds at least `separation`
+    apart: exact ([3] Theorem 2). Raises `ConfigError` for coefficients that are covered by no
+    theorem: those that are negative or increase, where participations may be nearer than they are
+    long.
+    """
     c = np.asarray(c, np.float64)
     _check_covered(c, separation)
     most = max(1, min(participations, -(-rounds // separation)))
@@ -277,59 +272,43 @@ def tree_squares(
     programming over the nodes.
     """
     most = max(1, min(participations, -(-rounds // separation)))
-    nodes = _Nodes(separation, most)
-    block = min(restart or rounds, rounds)
-    sizes = [block] * (rounds // block) + [rounds % block]
-    best = np.full((most + 1, separation), -np.inf)
-    best[0, 0] = 0.0
-    for size in sizes:
-        for height in reversed(range(size.bit_length())):
-            if size >> height & 1:
-                best = nodes.then(best, height)
-    # where the last must be in an incomplete node, one more may come to less
-    return np.maximum.accumulate(best.max(1)[1:])
 
-
-class _Nodes:
-    """The best values of participations in a complete node of a tree: float64 [participations from
-    0, rounds that the next must still wait for after the node], -inf where there is no such
-    pattern, or a better one that waits no longer.
-    """
-
-    def __init__(self, separation: int, most: int):
-        self._separation = separation
-        self._most = most
-        self._known: dict[tuple[int, int], np.ndarray] = {}
-
-    def of(self, height: int, wait: int) -> np.ndarray:
-        """Of a node of 2^height rounds, of which the first `wait` are barred."""
-        key = height, wait
-        if key not in self._known:
-            self._known[key] = self._computed(height, wait)
-        return self._known[key]
-
-    def _computed(self, height: int, wait: int) -> np.ndarray:
+    # best values: float64 [participations from 0, rounds that the next must still wait for], -inf
+    # where there is no such pattern, or a better one that waits no longer
+    @cache
+    def complete(height: int, wait: int) -> np.ndarray:
+        """Of a complete node of 2^height rounds, of which the first `wait` are barred."""
         size = 1 << height
-        best = np.full((2, self._separation), -np.inf)
-        if size > self._separation:
-            best = self.then(self.of(height - 1, wait), height - 1)
+        best = np.full((2, separation), -np.inf)
+        if size > separation:
+            best = followed(complete(height - 1, wait), height - 1)
             return best + np.arange(len(best))[:, None] ** 2
         best[0, max(wait - size, 0)] = 0.0
         if wait < size:  # one at most, the earliest
-            best[1, min(max(self._separation + wait - size, 0), self._separation - 1)] = height + 1
+            best[1, min(max(separation + wait - size, 0), separation - 1)] = height + 1
         return best
 
-    def then(self, before: np.ndarray, height: int) -> np.ndarray:
-        """Of what has these values, followed by a node of this height."""
-        rows = min(len(before) + (1 << height), self._most + 1)
-        best = np.full((rows, self._separation), -np.inf)
+    def followed(before: np.ndarray, height: int) -> np.ndarray:
+        """Of what has the values `before`, followed by a complete node of this height."""
+        rows = min(len(before) + (1 << height), most + 1)
+        best = np.full((rows, separation), -np.inf)
         for count, wait in np.argwhere(np.isfinite(before)).tolist():
-            after = self.of(height, wait)[: rows - count]
+            after = complete(height, wait)[: rows - count]
             part = best[count : count + len(after)]
             np.maximum(part, before[count, wait] + after, out=part)
         longer = np.maximum.accumulate(best, axis=1)[:, :-1]
         best[:, 1:][best[:, 1:] <= longer] = -np.inf
         return best
+
+    block = min(restart or rounds, rounds)
+    best = np.full((most + 1, separation), -np.inf)
+    best[0, 0] = 0.0
+    for size in [block] * (rounds // block) + [rounds % block]:
+        for height in reversed(range(size.bit_length())):
+            if size >> height & 1:
+                best = followed(best, height)
+    # where the last must be in an incomplete node, one more may come to less
+    return np.maximum.accumulate(best.max(1)[1:])
 
 
 # By name, the squares of a strategy at its best for so many rounds, a separation and a number of

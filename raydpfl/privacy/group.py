@@ -18,7 +18,7 @@ all 600 (all of one person) 10
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,14 +26,14 @@ from raydpfl.privacy import rdp
 from raydpfl.privacy.sampling import Sampling, SamplingScheme
 
 
+@dataclass(frozen=True)
 class GroupSampling(SamplingScheme):
     """A hidden scheme as it bears on `group` units together: as its own `group_curves` say, or else
     by group privacy from one, in curves ([3]) or Renyi divergences ([2]).
     """
 
-    def __init__(self, scheme: SamplingScheme, group: int):
-        self.scheme = scheme
-        self.group = group
+    scheme: SamplingScheme
+    group: int
 
     def gives(self, method):
         alone = method == "curves" or not self.scheme.gives("group_curves")

@@ -87,10 +87,6 @@ class SkellamLoss:
         below, above = ((order - 1) * self._whole(order) for order in (low, high))
         return ((1 - share) * below + share * above) / (orders - 1)
 
-    def doubled(self) -> SkellamLoss:
-        """That of twice the sensitivity."""
-        return replace(self, square=4 * self.square)
-
     def _whole(self, order: np.ndarray) -> np.ndarray:
         v, square = self.variance, self.square
         l1 = min(math.sqrt(self.d * square), square)

@@ -72,7 +72,6 @@ class Ledger:
             expected = f"a directory without {self.path.name}, or --resume to go on with that run"
             raise ConfigError("--out", str(self.path.parent), expected)
         self._lines: list[bytes] = []
-        self._entry: dict[str, Any] | None = None
         self._segments: list[Segment] = []
         *lines, torn = text.split(b"\n")
         whole_but_for_its_end = _parse(torn) is not None
@@ -98,12 +97,18 @@ class Ledger:
         """The recorded rounds, divided where the run was restarted with fresh noise."""
         return tuple(self._segments)
 
+    @property
+    def _last(self) -> Segment:
+        """The last of the segments; before the first round an empty one."""
+        return self._segments[-1] if self._segments else Segment(-1, 0, 0)
+
     def spent(self) -> Spent:
         """How many rounds are recorded, and the epsilons after the last one."""
-        if not self._entry:
+        if not self._lines:
             return Spent(0)
-        epsilon = {name: float(value) for name, value in self._entry["epsilon"].items()}
-        return Spent(self._entry["round"] + 1, epsilon)
+        last = json.loads(self._lines[-1])["epsilon"]
+        epsilon = {name: float(value) for name, value in last.items()}
+        return Spent(self._segments[-1].end, epsilon)
 
     def record(
         self, *, t: int, epsilon: Mapping[str, float], restart: int = 0, **release: Any
@@ -125,7 +130,7 @@ class Ledger:
         entry = {"round": t, **segment, **release, "epsilon": spent}
         line = json.dumps(entry, allow_nan=False).encode()
         entry = json.loads(line)
-        last = self._segments[-1] if self._segments else Segment(-1, 0, 0)
+        last = self._last
         if last.restart == restart and last.first <= t < last.end:
             before, again = _release(json.loads(self._lines[t - last.end])), _release(entry)
             if before != again:
@@ -133,30 +138,25 @@ class Ledger:
                 raise RunError(f"round {t} {reason}")
             return
         if not self._may_follow(entry):
-            round_before = self._entry["round"] if self._entry else None
+            round_before = last.end - 1 if self._segments else None
             raise RunError(f"round {t} cannot follow round {round_before} in {self.path}")
         self._append(line + b"\n")
         self._add(line, entry)
 
     def _may_follow(self, entry: dict[str, Any]) -> bool:
         """Whether an entry is the next round, or starts a new segment at any round up to it."""
-        t, restart = entry["round"], entry.get("restart", 0)
-        if self._entry is None:
-            return t == restart == 0
-        following = self._entry["round"] + 1
-        if restart == self._segments[-1].restart:
-            return t == following
-        return restart == self._segments[-1].restart + 1 and 0 <= t <= following
+        t, restart, last = entry["round"], entry.get("restart", 0), self._last
+        if restart == last.restart:
+            return t == last.end
+        return restart == last.restart + 1 and 0 <= t <= last.end
 
     def _add(self, line: bytes, entry: dict[str, Any]) -> None:
         """Takes up an entry, in the last of the segments or as the first of a new one."""
-        restart = entry.get("restart", 0)
-        first = entry["round"]
-        if self._segments and self._segments[-1].restart == restart:
+        restart, first = entry.get("restart", 0), entry["round"]
+        if self._last.restart == restart:
             first = self._segments.pop().first
         self._segments.append(Segment(restart, first, entry["round"] + 1))
         self._lines.append(line)
-        self._entry = entry
 
     def _append(self, line: bytes) -> None:
         # One write to an O_APPEND descriptor: a kill can tear no line but the last.

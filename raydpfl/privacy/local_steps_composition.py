@@ -23,7 +23,7 @@ import numpy as np
 from raydpfl.privacy.accountants import named
 from raydpfl.privacy.accountants.base import Part
 from raydpfl.privacy.accounting import NOISELESS, UNREACHED
-from raydpfl.privacy.composition import Composition, StepsRelease
+from raydpfl.privacy.composition import Composition, StepsRelease, of_one_sample
 from raydpfl.privacy.guarantee import HIDDEN_BATCH, Guarantee, Observer, Scope
 from raydpfl.privacy.sampling import Sampling
 
@@ -97,22 +97,14 @@ def _one_seed(runs: Sequence[StepsRelease], adaptive: bool) -> str | None:
 
 def _parts(runs: Sequence[StepsRelease], k: int) -> list[Part]:
     """What composes of client k. At each step runs of one seed release sums over the same hidden
-    batch: one Gaussian, as long as each of them lasts.
+    batch.
     """
     parts: list[Part] = []
     for seed in dict.fromkeys(run.seed for run in runs):
         same = [run for run in runs if run.seed == seed and run.participations[k]]
         events = [(run.release.event(k), int(run.participations[k])) for run in same]
-        if len(events) < 2 or not events[0][0].sampling.hidden:
-            parts += events
-            continue
-        before = 0
-        for last in sorted({count for _, count in events}):
-            longer = [event for event, count in events if count >= last]
-            mu = math.hypot(*(event.mu for event in longer))
-            also = math.hypot(*(event.also for event in longer))
-            parts.append((replace(longer[0], mu=mu, also=also), last - before))
-            before = last
+        shared = len(events) > 1 and events[0][0].sampling.hidden
+        parts += of_one_sample(events) if shared else events
     return parts
 
 

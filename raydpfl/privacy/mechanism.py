@@ -379,7 +379,7 @@ class Mechanism:
             alone = [query for query in self.queries if query.per_client]
             unscaled = sum((query.bound / query.std) ** 2 for query in alone)
             inverse = (self.noise_multiplier * np.array(ordered)) ** -2 + unscaled
-            mus = (2 if relation == "replace_one" else 1) * np.sqrt(inverse)
+            mus = self._moves(relation) * np.sqrt(inverse)
             event = replace(event, mu=float(mus.max()))
             # a larger mu dominates (docs/proofs.md, Random allocation)
             return event if self.sampling.epoch else replace(event, mus=tuple(mus.tolist()))

@@ -15,7 +15,7 @@ array([0.289, 0.289, 0.289])
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -38,13 +38,13 @@ _GROUPS = 32  # different numbers of surveys in a curve
 _MARGIN = 1e-6  # relative: how far a true epsilon may exceed a claim
 
 
+@dataclass
 class SumsReport:
     """Of sums over cohorts. What an accountant does not cover has infinite epsilons."""
 
-    def __init__(self, mechanism: Mechanism, accountants: Sequence[str], terms: Terms):
-        self.mechanism = mechanism
-        self.accountants = accountants
-        self.terms = terms
+    mechanism: Mechanism
+    accountants: Sequence[str]
+    terms: Terms
 
     def curves(
         self,

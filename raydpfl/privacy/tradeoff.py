@@ -31,6 +31,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from raydpfl.privacy.pld import gaussian_delta
 from raydpfl.privacy.search import halved
 
 Null = Literal["either", "absent", "present"]
@@ -58,8 +59,6 @@ class TradeOff:
     @classmethod
     def gaussian(cls, mu: float) -> TradeOff:
         """That of N(0, 1) against N(`mu`, 1), of mu >= 0, exact."""
-        from raydpfl.privacy.pld import gaussian_delta
-
         epsilons = np.linspace(0.0, mu * mu / 2 + 9 * mu, 2000)
         deltas = gaussian_delta(epsilons, mu) if mu else np.zeros_like(epsilons)
         return cls(epsilons, deltas[None], mu)
@@ -91,8 +90,6 @@ class TradeOff:
         """delta at `epsilons` >= 0, float64 [...]: between those known on the chord, linear in
         e^epsilon, which is never below it, as delta is convex in e^epsilon.
         """
-        from raydpfl.privacy.pld import gaussian_delta
-
         at = np.asarray(epsilons, float)
         if self.mu is not None:
             return gaussian_delta(at, self.mu) if self.mu else np.zeros_like(at)

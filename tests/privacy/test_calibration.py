@@ -17,11 +17,7 @@ from raydpfl.privacy import (
     rounds_for,
 )
 
-
-@pytest.fixture(autouse=True)
-def empty_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def mechanism(kind="fixed", population=1920, cohort=80, rounds=100, std=0.0):
@@ -72,28 +68,28 @@ def test_the_rounds_found_are_the_most_that_fit():
     assert rounds_for(0.01, mechanism("full", 10, 10, std=1.0), "replace_one", 1e-5) == 0
 
 
-def test_a_second_question_is_answered_from_the_cache(empty_cache, monkeypatch):
+def test_a_second_question_is_answered_from_the_cache(cache, monkeypatch):
     z = noise_for(1.5, mechanism(), "replace_one", 1e-5)
     monkeypatch.setattr(calibration, "_search", lambda *_: pytest.fail("computed again"))
     # the noise it has now does not matter
     assert noise_for(1.5, mechanism(std=7.0), "replace_one", 1e-5) == z
-    assert len(list(empty_cache.iterdir())) == 1
+    assert len(list(cache.iterdir())) == 1
 
 
 @pytest.mark.parametrize(
     "content", ["", '{"noise_mul', "[]", *(f'{{"noise_multiplier": {z}}}' for z in ("NaN", "-1.0"))]
 )
-def test_an_unreadable_cache_is_ignored_and_repaired(empty_cache, content):
+def test_an_unreadable_cache_is_ignored_and_repaired(cache, content):
     z = noise_for(2.0, mechanism("full", 10, 10), "zero_out", 1e-5)
-    (file,) = empty_cache.iterdir()
+    (file,) = cache.iterdir()
     file.write_text(content)
     assert noise_for(2.0, mechanism("full", 10, 10), "zero_out", 1e-5) == z
     assert json.loads(file.read_text())["noise_multiplier"] == z
 
 
-def test_a_cache_that_cannot_be_written_does_not_matter(empty_cache, monkeypatch):
-    (empty_cache / "file").write_text("")
-    monkeypatch.setenv("RAYDPFL_CACHE", str(empty_cache / "file" / "below"))
+def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "file" / "below"))
     assert noise_for(2.0, mechanism("full", 10, 10), "zero_out", 1e-5) > 0
 
 

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 from dp_accounting import dp_event
-from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from dp_accounting.rdp.rdp_privacy_accountant import compute_delta, compute_epsilon
 
@@ -44,11 +43,3 @@ def test_the_best_of_a_geometric_number_of_runs():
     # divergences grow with the order
     expected = np.minimum.accumulate(expected[::-1])[::-1]
     assert found == pytest.approx(expected, rel=1e-9)
-
-
-def test_its_losses_of_sampled_gaussians_compose_to_ours():
-    accountant = PLDAccountant(value_discretization_interval=1e-3)
-    accountant.compose(dp_event.PoissonSampledDpEvent(0.1, dp_event.GaussianDpEvent(2.6)), 100)
-    losses = pld.distributions(pld.poisson_curves(0.1, 1 / 2.6))
-    ours = max(float(loss.epsilons(1e-5, 100, 100)[0]) for loss in losses)
-    assert accountant.get_epsilon(1e-5) == pytest.approx(ours, rel=1e-3)

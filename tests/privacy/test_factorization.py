@@ -30,7 +30,6 @@ from raydpfl.privacy.factorization import (
     buffered_toeplitz,
     covered,
     error,
-    sensitivity,
     square_root,
     toeplitz_squares,
     tree_squares,
@@ -148,8 +147,6 @@ def test_no_pattern_of_participations_passes_the_sensitivity_and_one_attains_it(
     squares = toeplitz_squares(c, rounds, separation, participations)
     assert np.sqrt(squares) == pytest.approx(most[1 : len(squares) + 1], rel=1e-12)
     assert not most[len(squares) + 1 :].any()
-    claimed = sensitivity(c, rounds, separation, participations)
-    assert claimed == pytest.approx(most.max(), rel=1e-12)
 
 
 @pytest.mark.parametrize("restart", [None, 1, 4, 5, 8])
@@ -228,9 +225,10 @@ def test_queries_with_noise_of_their_own_compose_as_such_next_to_correlated_sums
 
 def test_coefficients_that_increase_are_refused_where_columns_overlap():
     c = [1.0, 0.2, 0.5]
-    assert sensitivity(c, 8, 3, 2) == pytest.approx(math.sqrt(2) * np.linalg.norm(c))
-    with pytest.raises(ConfigError, match=r"^coefficients = 3: expected as many as the 2 rounds"):
-        sensitivity(c, 8, 2, 2)
+    assert toeplitz_squares(c, 8, 3, 2)[-1] == pytest.approx(2 * np.dot(c, c))
+    for computed in (toeplitz_squares, lambda c, rounds, *most: error(c, rounds, 0.0, *most)):
+        with pytest.raises(ConfigError, match=r"^coefficients = 3: .* as many as the 2 rounds"):
+            computed(c, 8, 2, 2)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.8])
@@ -263,34 +261,6 @@ def test_the_recurrence_is_the_dense_inverse(bands, rounds):
     stds = np.linspace(0.5, 3, rounds)
     drawn = np.stack([correlated.on_sum(t, stds[t]) for t in range(rounds)])
     assert drawn == pytest.approx(stds[:, None] * (inverse @ z), rel=1e-10, abs=1e-12)
-
-
-def test_the_noise_of_a_round_has_the_same_bits_in_whatever_order_rounds_are_asked_for():
-    c = banded_toeplitz(4, 12)
-    straight = BandedSource(6, c, 50)
-    through = [straight.on_sum(t, 2.0) for t in range(12)]
-    assert np.array_equal(BandedSource(6, c, 50).on_sum(7, 2.0), through[7])  # after a resume
-    jumping = BandedSource(6, c, 50)
-    for t in (0, 1, 2, 2, 3, 1, 11, 5, 6, 7):
-        assert np.array_equal(jumping.on_sum(t, 2.0), through[t])
-    assert not np.array_equal(BandedSource(7, c, 50).on_sum(7, 2.0), through[7])
-
-
-def test_the_drawn_noise_has_the_covariance_of_the_theory():
-    """Sample covariance of 200,000 coordinates over 6 rounds against sigma^2 C^-1 C^-T, each entry
-    by its own std; false-alarm rate 1e-5.
-    """
-    rounds = 6
-    d = 200_000
-    sigma = 1.7
-    c = banded_toeplitz(3, rounds)
-    correlated = BandedSource(8, c, d)
-    drawn = np.stack([correlated.on_sum(t, sigma) for t in range(rounds)])
-    inverse = np.linalg.inv(_matrix(c, rounds))
-    truth = sigma**2 * inverse @ inverse.T
-    spread = np.sqrt((np.outer(np.diag(truth), np.diag(truth)) + truth**2) / d)
-    scores = np.abs((drawn @ drawn.T / d - truth) / spread)[np.triu_indices(rounds)]
-    assert scores.max() < stats.norm.isf(1e-5 / 2 / len(scores))
 
 
 FITTED = {

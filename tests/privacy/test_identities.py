@@ -18,7 +18,6 @@ from raydpfl.methods.weights import FAMILY
 from raydpfl.simulation.resolution import resolve
 
 NONE = {"kind": "none"}
-QUIET = {"noise": NONE, "bounding": NONE, "server": {"kind": "sgd"}}
 STEP = {"kind": "per_sample_clip", "bound": 0.5}
 
 

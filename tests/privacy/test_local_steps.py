@@ -35,9 +35,6 @@ from raydpfl.privacy.release_report import row_quantiles
 from raydpfl.simulation.resolution import resolve
 from raydpfl.training.minibatches import batches
 
-FALSE_ALARM = 1e-4  # of each statistical test; all seeds are fixed
-
-
 pytestmark = pytest.mark.usefixtures("cache")
 FEW_STEPS = {"batch": 10, "steps": 5, "bound": 1.0, "delta": 1e-5}
 MNIST_002 = {"batch": 10, "steps": 300, "bound": 1.0, "delta": 1e-2, "budgets": 0.3}

@@ -19,7 +19,7 @@ from raydpfl.privacy import (
     paper_multiplier,
 )
 from raydpfl.privacy.accountants import FORMULAS
-from raydpfl.privacy.accountants.chen_2024_tcdp import tcdp
+from raydpfl.privacy.accountants.chen_2024 import tcdp
 from raydpfl.privacy.accountants.paper import paper_epsilon
 from raydpfl.privacy.accountants.xu_2026 import unamplified_budget
 

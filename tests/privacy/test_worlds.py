@@ -197,12 +197,6 @@ def hold_a_random_setting(draw):
 
 
 @pytest.mark.slow
-def test_pld_is_between_an_attack_and_rdp():
-    for draw in range(len(WORLDS)):
-        hold_a_random_setting(draw)
-
-
-@pytest.mark.slow
 def test_pld_is_between_an_attack_and_rdp_in_500_settings():
     for draw in range(500):
         hold_a_random_setting(draw)

@@ -79,8 +79,9 @@ def _divergences(event: Event) -> np.ndarray:
     skellam = event.skellam
     one = skellam.renyi(rdp.ORDERS) if skellam else rdp.gaussian(event.mu)
     if sampling.hidden and skellam:
-        # what is zeroed is replaced by zeros
-        replaced = skellam if event.relation == "replace_one" else skellam.doubled()
+        # what is zeroed is replaced by zeros, at most twice as far
+        moved = 1 if event.relation == "replace_one" else 2
+        replaced = replace(skellam, square=moved**2 * skellam.square)
         one = np.minimum(one, sampling.scheme.amplified(sampling, replaced.renyi))
     elif sampling.hidden:
         one = sampling.scheme.renyi(sampling, event.mu, event.relation)

@@ -3,13 +3,14 @@ Scalable DP-SGD: shuffling vs. Poisson subsampling. NeurIPS 2024). Their bound a
 of docs/proofs.md, which is here, does not.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import pld, rdp
 from raydpfl.privacy.sampling.base import Sampling, SamplingScheme
 from raydpfl.privacy.sampling.fixed import FixedSizeSampling
-from raydpfl.privacy.sampling.poisson import PoissonSampling
 
 
 class TruncatedPoissonSampling(SamplingScheme):
@@ -50,29 +51,20 @@ class TruncatedPoissonSampling(SamplingScheme):
         return FixedSizeSampling().moved(sampling, relation)
 
     def curves(self, sampling, mu, relation):
-        below, at_cap, chance = _parts(sampling)
-        drawn = PoissonSampling().curves(below, mu, relation)
-        if not chance:
-            return drawn
-        full = FixedSizeSampling().curves(at_cap, mu, relation)
-        return pld.mixture([(1 - chance, drawn), (chance, full)])
+        return _mixed(sampling, pld.mixture, lambda part: part.scheme.curves(part, mu, relation))
 
     def renyi(self, sampling, mu, relation):
-        below, at_cap, chance = _parts(sampling)
-        drawn = PoissonSampling().renyi(below, mu, relation)
-        if not chance:
-            return drawn
-        full = FixedSizeSampling().renyi(at_cap, mu, relation)
-        return rdp.mixture([(1 - chance, drawn), (chance, full)])
+        return _mixed(sampling, rdp.mixture, lambda part: part.scheme.renyi(part, mu, relation))
 
 
-def _parts(sampling: Sampling) -> tuple[Sampling, Sampling, float]:
-    """What the cohort is where fewer than `cap` others are drawn, a bound on it where there are
-    more, and the probability of that. The others are as many as the population, for one that joins.
+def _mixed(sampling: Sampling, mixture: Callable, cost: Callable[[Sampling], Any]) -> Any:
+    """The `mixture` of what a round costs where fewer than `cap` others are drawn, and of a bound
+    on that where there are more. The others are as many as the population, for one that joins.
     """
     from scipy.stats import binom
 
-    most = (sampling.cap or 0) - 1
-    chance = float(binom.sf(most, sampling.population, sampling.q))
-    plain = replace(sampling, kind="poisson", cap=None)
-    return plain, replace(plain, kind="fixed"), chance
+    chance = float(binom.sf((sampling.cap or 0) - 1, sampling.population, sampling.q))
+    below = replace(sampling, kind="poisson", cap=None)
+    if not chance:
+        return cost(below)
+    return mixture([(1 - chance, cost(below)), (chance, cost(replace(below, kind="fixed")))])
