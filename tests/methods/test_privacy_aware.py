@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from conftest import messages
 
 from raydpfl.errors import ConfigError
 from raydpfl.methods.selection.privacy_aware_solver import (
@@ -177,20 +178,7 @@ def test_a_hundred_thousand_clients_are_solved_to_the_same_precision():
     check(*instance(np.random.default_rng(8), (-3, 8), clients=100_000))
 
 
-@pytest.mark.parametrize(
-    ("unbiased", "cost", "field"),
-    [
-        ([0.5, 0.6], [1, 1], "unbiased"),
-        ([1.5, -0.5], [1, 1], "unbiased"),
-        ([math.nan, 1.0], [1, 1], "unbiased"),
-        ([], [], "unbiased"),
-        ([[1.0]], [1], "unbiased"),
-        ([0.5, 0.5], [1], "cost"),
-        ([0.5, 0.5], [1, -1], "cost"),
-        ([0.5, 0.5], [1, math.inf], "cost"),
-        ([0.5, 0.5], [1, math.nan], "cost"),
-    ],
-)
+@pytest.mark.parametrize(("unbiased", "cost", "field"), messages("probabilities and costs"))
 def test_probabilities_and_costs_that_cannot_be_are_refused_by_name(unbiased, cost, field):
     for solver in (solve, solve_cvxpy):
         with pytest.raises(ConfigError, match=f"^{field} = "):

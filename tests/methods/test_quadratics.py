@@ -224,34 +224,6 @@ def test_a_run_with_model_clipping_stops_where_claim_2_1_says(k, steps, lr, tmp_
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("steps", "bound", "lr"),
-    [
-        (1, 1.0, 0.05),
-        (2, 0.1, 0.05),
-        (10, 0.5, 0.02),
-        (10, 0.02, 0.05),
-        (100, 1.0, 0.02),
-        (100, 0.1, 0.02),
-    ],
-)
-def test_a_run_with_clipped_updates_stops_at_the_stationary_point_of_eq_8(
-    steps, bound, lr, tmp_path
-):
-    source = {"kind": "scalar_quadratics", "a": EQ_8[0], "b": EQ_8[1]}
-    found = stationary(*EQ_8, steps, lr, bound)[0]
-    (x,), _ = simulated(
-        tmp_path,
-        150,
-        source,
-        {"steps": steps, "lr": lr},
-        {"kind": "clip", "bound": bound},
-        start=found + 0.2,
-    )
-    assert x == pytest.approx(found, abs=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["clip", "normalize"])
 def test_runs_on_quadratics_follow_their_definition_from_a_start_at_a_distance(kind, tmp_path):
     """001 Alg. 1 and 2 without noise, five steps a round, in float64 beside the run."""
