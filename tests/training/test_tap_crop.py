@@ -20,13 +20,8 @@ def test_the_taps_that_read_pixels_are_those_with_a_gradient(seed):
     def number(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=draw))
 
-    kernel, stride, padding, dilation = (
-        (number(1, 5), number(1, 5)),
-        number(1, 3),
-        number(0, 3),
-        1,
-    )
-    layer = nn.Conv2d(2, 3, kernel, stride, padding, number(1, 3) if padding else dilation)
+    kernel, stride, padding = (number(1, 5), number(1, 5)), number(1, 3), number(0, 3)
+    layer = nn.Conv2d(2, 3, kernel, stride, padding, number(1, 3) if padding else 1)
     image = (number(1, 5), number(1, 5))
     x = torch.rand(2, 2, *image) + 0.1
     try:
