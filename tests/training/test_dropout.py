@@ -72,7 +72,9 @@ def test_the_rate_is_that_of_the_layer_and_the_scale_keeps_the_mean():
 
 
 def test_what_drops_along_another_axis_than_the_samples_is_refused_by_vmap():
-    forward = lambda self, x: self.last(F.dropout(x.flatten(1).mT, 0.5, self.training).mT)  # noqa: E731
+    def forward(self, x):
+        return self.last(F.dropout(x.flatten(1).mT, 0.5, self.training).mT)
+
     module = net("Scaled", forward, last=nn.Linear(72, CLASSES))
     with pytest.raises(ValueError, match="the first axis of what is dropped out"):
         train("vmap", module, Sgd(steps=1, batch=4), *rows())
