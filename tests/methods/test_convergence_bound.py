@@ -59,15 +59,16 @@ def bound(theorem: str) -> dict:
     return {**around, "local": {**LOCAL, **rate}, "measure": [probe, "trajectory"]}
 
 
+CURVED, BEST = np.array([1, 1, 1, 4]), (3.0 + 1.0 - 1.0 - 8.0) / 7
+
+
 def f(x: float) -> float:
-    return sum(0.5 * a * (x - o) ** 2 for a, o in zip((1, 1, 1, 4), OPTIMA, strict=True)) / 4
+    return np.mean(0.5 * CURVED * np.subtract(x, OPTIMA) ** 2)
 
 
-def slope(x: float) -> float:
-    return sum(a * (x - o) for a, o in zip((1, 1, 1, 4), OPTIMA, strict=True)) / 4
-
-
-BEST = (3.0 + 1.0 - 1.0 - 8.0) / 7
+def slopes(x: float) -> np.ndarray:
+    """Of every client."""
+    return CURVED * np.subtract(x, OPTIMA)
 
 
 @pytest.mark.parametrize("theorem", ["chen_2024_theorem1", "chen_2024_theorem2"])
@@ -89,16 +90,10 @@ def test_the_bounds_of_002_are_those_of_its_formulas(theorem, tmp_path):
             lr = 1 / (201 * 3 * L)
             upsilon = lr * q / 2 - 15 * (lr * q) ** 3 * L**2 - 90 * ratio * (lr * q) ** 4 * L**3
             upsilon -= ratio * (lr * q) ** 2 * L
-            gaps = [
-                sum(
-                    (a * (w - o) - slope(w)) ** 2 for a, o in zip((1, 1, 1, 4), OPTIMA, strict=True)
-                )
-                / 4
-                for w in (START, BEST)
-            ]
+            gaps = [np.var(slopes(w)) for w in (START, BEST)]
             spread = (1 + ratio * q + ratio) * lr * squares + (2 * ratio + 1) * lr * q * max(gaps)
             expected = (f(START) - f(BEST)) / (9 * upsilon) + spread / upsilon
-            error = slope(x) ** 2
+            error = np.mean(slopes(x)) ** 2
         assert row["theorem_bound"] == pytest.approx(expected, rel=1e-6)
         assert row["theorem_error"] == pytest.approx(error, rel=1e-4, abs=1e-9)
         assert row["theorem_ratio"] == pytest.approx(error / expected, rel=1e-4, abs=1e-12)
@@ -113,16 +108,16 @@ def test_the_bounds_of_003_are_those_of_its_formulas(theorem, tmp_path):
     x = float(np.fromfile(tmp_path / "out" / "trajectory.bin", "<f4")[-1])
     rows, targets, _ = Shards.open(plan.shards).chunk(range(4), 100)
     curved = np.mean(rows[:, :, 0].astype(float) ** 2, axis=1)
-    slopes = np.mean(rows[:, :, 0].astype(float) * targets, axis=1)
-    best = slopes.sum() / curved.sum()
+    pulled = np.mean(rows[:, :, 0].astype(float) * targets, axis=1)
+    best = pulled.sum() / curved.sum()
     start = curved.mean() / 2 * (START - best) ** 2
     budgets = asked.noise.epsilon.draw(asked.seed, 4)
     costs = [8 * math.log(math.e + epsilon / 1e-3) / (100 * epsilon) ** 2 for epsilon in budgets]
     p = plan.experiment.selection.probabilities(plan.population)
-    g = sum(abs(each - 0.25) for each in p)
+    g = np.abs(p - 0.25).sum()
     assert g > 0.1
-    privacy = sum(each**2 * cost for each, cost in zip(p, costs, strict=True))
-    biased = float(p @ slopes / (p @ curved))
+    privacy = p**2 @ costs
+    biased = float(p @ pulled / (p @ curved))
 
     def squared(free: float) -> float:
         beta, gamma, rounds = 2.5, 4, 9
@@ -150,14 +145,9 @@ def test_theorem_1_of_003_tends_to_corollary_1(tmp_path):
     problem = plan.problem(Shards.open(plan.shards))
     losses = linear(problem.module, problem.task, problem.shards, 0.0)
     of = convergence_bound.BoundConstants(problem, losses)
-    limit = min(
-        L
-        * 2.5**2
-        * C**2
-        / 2
-        * (of.selection + math.sqrt((1 + 1 / g) * of.selection**2 + (1 + 9 * g) * of.privacy)) ** 2
-        for g in convergence_bound.GAMMAS.tolist()
-    )
+    g = convergence_bound.GAMMAS
+    roots = np.sqrt((1 + 1 / g) * of.selection**2 + (1 + 9 * g) * of.privacy)
+    limit = L * 2.5**2 * C**2 / 2 * np.min(of.selection + roots) ** 2
     values = [convergence_bound.xu_theorem1(of, L, 10**k) for k in (9, 12, 15)]
     assert values[0] > values[1] > values[2] > limit
     assert values[2] == pytest.approx(limit, rel=1e-5)
@@ -166,12 +156,7 @@ def test_theorem_1_of_003_tends_to_corollary_1(tmp_path):
 def test_there_is_no_bound_where_a_gradient_is_longer_than_its_clip(tmp_path):
     sections = bound("chen_2024_theorem1")
     sections["bounding"] = {**sections["bounding"], "bound": 14.0}  # the fourth begins at 4 (2 + 2)
-    rows = run(
-        experiment(
-            **sections,
-        ),
-        tmp_path / "out",
-    ).rounds.to_pylist()
+    rows = run(experiment(**sections), tmp_path / "out").rounds.to_pylist()
     assert rows[0]["theorem_bound"] is rows[0]["theorem_error"] is None
 
 
@@ -193,10 +178,8 @@ def test_a_run_of_which_a_theorem_says_nothing_is_refused(changes):
     theorem, _, sections = changes.partition(" ")
     merged = dict(bound(theorem))
     for name, value in yaml.safe_load(f"{{{sections}}}").items():
-        merged[name] = (
-            [{**merged[name][0], **value}]
-            if name == "measure"
-            else {**(merged[name] if "kind" not in value else {}), **value}
-        )
+        before = merged[name][0] if name == "measure" else merged[name]
+        changed = value if "kind" in value else {**before, **value}
+        merged[name] = [changed] if name == "measure" else changed
     with pytest.raises(ConfigError, match=REFUSED[changes]):
         resolve(experiment(**merged))

@@ -25,6 +25,8 @@ from raydpfl.privacy import budget_variance
 from raydpfl.simulation.resolution import resolve
 
 QUIET = {"noise": {"kind": "none"}, "bounding": {"kind": "none"}, "server": {"kind": "sgd"}}
+SYNTHETIC = {"kind": "synthetic", "clients": 6, "samples": 30, "u": 1.0, "v": 1.0}
+SYNTHETIC["sizes"] = {"kind": "spread"}
 
 
 def path_of(run: Path, d: int) -> np.ndarray:
@@ -227,14 +229,7 @@ def softmax_minimum(shards: Shards, clients: list[int]) -> float:
 
 
 def test_gamma_s_is_the_gap_between_the_joint_and_the_separate_minima(tmp_path):
-    data = {
-        "kind": "synthetic",
-        "clients": 6,
-        "samples": 30,
-        "sizes": {"kind": "balanced"},
-        "u": 1.0,
-        "v": 1.0,
-    }
+    data = {**SYNTHETIC, "sizes": {"kind": "balanced"}}
     plan = resolve(experiment(data=data, selection={"kind": "full"}))
     shards = Shards.open(plan.shards)
     module = models.build(plan.experiment.model, shards.form(plan.experiment.data.task), 0)
@@ -376,10 +371,6 @@ def test_where_the_optimum_is_a_plane_the_distance_is_to_its_nearest_point(tmp_p
     expected = off / np.linalg.norm(x[0])
     assert result.rounds["distance"].to_numpy() == pytest.approx(expected[1:], rel=1e-6)
     assert result.rounds["suboptimality"].to_numpy() == pytest.approx(off[1:] ** 2 / 2, rel=1e-6)
-
-
-SYNTHETIC = {"kind": "synthetic", "clients": 6, "samples": 30, "u": 1.0, "v": 1.0}
-SYNTHETIC["sizes"] = {"kind": "spread"}
 
 
 def test_the_suboptimality_of_softmax_regression_is_that_to_its_minimum(tmp_path):

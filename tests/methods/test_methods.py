@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from conftest import experiment, messages
+from plain_loop import plain_loop
 
 from raydpfl import Experiment, models, privacy, run
 from raydpfl.core.prng import Purpose, normals, stream
@@ -119,30 +120,6 @@ def test_addpnfl_without_noise_or_clipping_is_fedadam(tmp_path):
     assert np.linalg.norm(flat(private)) > 0.5
 
 
-def dpnfl_client(plan: Plan, shards: Shards, client: int, bound: float, std: float) -> torch.Tensor:
-    """The local steps of a client in round 0, float32 [d], sample by sample."""
-    e = plan.experiment
-    n = int(shards.sizes[client])
-    x, y, _ = shards.chunk([client], n)
-    x = torch.from_numpy(x[0])
-    y = torch.from_numpy(y[0])
-    index, _ = batches(e.seed, 0, [client], [0], [n], e.local)
-    module = models.build(e.model, shards.form(e.data.task), e.seed)
-    flat = models.flatten(module)
-    for step, batch in enumerate(index[0].tolist()):
-        total = torch.zeros_like(flat)
-        for row in batch:
-            loss = torch.nn.functional.cross_entropy(module(x[row : row + 1]), y[row : row + 1])
-            parts = torch.autograd.grad(loss, list(module.parameters()))
-            gradient = torch.cat([part.flatten() for part in parts])
-            total += gradient * min(1.0, bound / float(gradient.norm()))
-        key = {"t": 0, "client": client, "draw": 0, "step": step}
-        noise = normals(plan.noise_seed, Purpose.STEP_NOISE, len(flat), **key)
-        flat = flat - e.local.lr * (total / len(batch) + std * noise)
-        models.load(module, flat)
-    return flat
-
-
 def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_path):
     """002 Alg. 1: x + sum over the cohort of (N/r) p_i Delta_i, every sample's gradient clipped,
     the keyed noise on each step's mean.
@@ -160,13 +137,21 @@ def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_p
     result = run(plain, tmp_path / "out")
     plan = resolve(plain)
     shards = Shards.open(plan.shards)
-    sizes = np.asarray(Shards.open(plan.shards).sizes)
-    cohort = plain.selection.draw(plain.seed, 0, plan.population)
-    start = models.flatten(models.build(plain.model, shards.form(plain.data.task), plain.seed))
-    expected = start.double()
-    for client in cohort.clients.tolist():
-        moved = (dpnfl_client(plan, shards, client, 0.5, 0.02) - start).double()
-        expected += moved * (300 / 5) * int(sizes[client]) / sizes.sum()
+    module = models.build(plain.model, shards.form(plain.data.task), plain.seed)
+    expected = models.flatten(module).double()
+    for client in plain.selection.draw(plain.seed, 0, plan.population).clients.tolist():
+        n = int(shards.sizes[client])
+        x, y = (torch.from_numpy(part[0]) for part in shards.chunk([client], n)[:2])
+        (index,), _ = batches(plain.seed, 0, [client], [0], [n], plain.local)
+        key = {"t": 0, "client": client, "draw": 0}
+        noise = torch.stack(
+            [
+                normals(plan.noise_seed, Purpose.STEP_NOISE, plan.d, **key, step=step)
+                for step in range(len(index))
+            ]
+        )
+        moved, *_ = plain_loop(module, plain.local, x, y, index, 0.5, 0.02 * noise.double())
+        expected += moved * (300 / 5) * n / shards.sizes.sum()
     np.testing.assert_allclose(flat(result), expected.numpy(), rtol=1e-4, atol=1e-6)
 
 
@@ -198,20 +183,14 @@ def test_every_client_has_a_guarantee_that_holds_one_by_one(tmp_path):
         "noise": {"kind": "gaussian", "epsilon": law, "delta": 1e-5},
         "selection": {"kind": "multinomial", "cohort": 10},
     }
-    result = run(
-        experiment(**sections, privacy={"accountants": ["pld", "paper"]}), tmp_path / "out"
-    )
+    asked = experiment(**sections, privacy={"accountants": ["pld", "paper"]})
+    result = run(asked, tmp_path / "out")
     rows = pq.read_table(tmp_path / "out" / "guarantees.parquet").to_pylist()
     budgets = [row for row in rows if math.isfinite(row["epsilon_claimed"])]
     assert 0 < len(budgets) < len(rows)
     for row in budgets:
-        mechanism = privacy.Mechanism.of_local_steps(
-            samples=row["samples"],
-            batch=row["batch"],
-            steps=row["steps"],
-            bound=0.5,
-            std=row["noise_std"],
-        )
+        what = {name: row[name] for name in ("samples", "batch", "steps")}
+        mechanism = privacy.Mechanism.of_local_steps(**what, bound=0.5, std=row["noise_std"])
         truth = privacy.epsilon(mechanism, "replace_one", 1e-5)
         assert row["epsilon_pld"] == pytest.approx(truth, rel=1e-4)
         assert row["epsilon_claimed"] * 0.995 < truth <= row["epsilon_claimed"]
@@ -384,9 +363,8 @@ def test_noised_losses_choose_and_nothing_exact_of_them_leaves_the_clients(tmp_p
             client: loss + query_noise(plan.noise_seed, t, 4.0, client, query="losses")
             for client, loss in losses.items()
         }
-        asked = coordinator.pool.losses(
-            coordinator.state.model, t, np.array(list(losses)), plan.noise_seed
-        )
+        given = (coordinator.state.model, t, np.array(list(losses)), plan.noise_seed)
+        asked = coordinator.pool.losses(*given)
         told = dict(zip(losses, asked.tolist(), strict=True))
         assert told == pytest.approx(answers, rel=1e-6) and max(losses.values()) < 2.2
         exact += losses.values()
@@ -395,17 +373,11 @@ def test_noised_losses_choose_and_nothing_exact_of_them_leaves_the_clients(tmp_p
         took = [row["client"] for row in rows if row["round"] == t]
         assert took == sorted(sorted(answers, key=answers.get)[-5:])
     coordinator.save()
-    shown = [
-        value
-        for name in ("rounds", "clients")
-        for column in pq.read_table(tmp_path / f"{name}.parquet").columns
-        for value in column.to_pylist()
-    ]
-    shown = np.array(
-        [value for value in shown if isinstance(value, float)]
-        + [coordinator.finish("completed", False)["test_loss"]]
-    )
-    assert np.abs(shown[:, None] / np.array(exact) - 1).min() > 1e-5
+    shown = [coordinator.finish("completed", False)["test_loss"]]
+    for name in ("rounds", "clients"):
+        for column in pq.read_table(tmp_path / f"{name}.parquet").columns:
+            shown += [value for value in column.to_pylist() if isinstance(value, float)]
+    assert np.abs(np.array(shown)[:, None] / np.array(exact) - 1).min() > 1e-5
     assert not any(f"{loss:.5f}" in (tmp_path / "ledger.jsonl").read_text() for loss in exact)
 
 

@@ -6,14 +6,38 @@ import math
 
 import numpy as np
 import pytest
+from conftest import messages
 
 from raydpfl.errors import ConfigError
-from raydpfl.methods.selection.privacy_aware_solver import (
-    kkt_residual,
-    objective,
-    solve,
-    solve_cvxpy,
-)
+from raydpfl.methods.selection.privacy_aware_solver import solve, solve_cvxpy
+
+
+def objective(probabilities: np.ndarray, unbiased: np.ndarray, cost: np.ndarray) -> float:
+    """f(p) = D + sqrt(D^2 + sum c p^2), D = ||p - p^u||_1 (003 Problem 1), for float64 [N]."""
+    distance = float(np.abs(probabilities - unbiased).sum())
+    return distance + math.hypot(distance, math.sqrt((cost * probabilities) @ probabilities))
+
+
+def kkt_residual(probabilities: np.ndarray, unbiased: np.ndarray, cost: np.ndarray) -> float:
+    """How far p is from the optimality conditions of 003 Problem 1; 0 where it is optimal.
+
+    The largest of |sum p - 1|, the most negative p_k, and the stationarity gap: the distance
+    between the bounds that clients put on nu (see the derivation), as a fraction of the largest
+    term in them. A client counts as unmoved only if p_k = p^u_k to the bit, so this judges exact
+    solutions, not those of iterative solvers. Where f is small (nearly all mass is on public
+    clients), the rounding of p alone can make it 1e-16 / f.
+
+    Args:
+        probabilities, unbiased, cost: p, p^u and c, float64 [N].
+    """
+    value = objective(probabilities, unbiased, cost)
+    pull = cost * probabilities
+    at_least = np.where(
+        probabilities > 0, pull + np.where(probabilities > unbiased, value, -value), -np.inf
+    ).max()
+    at_most = (pull + np.where(probabilities < unbiased, -value, value)).min()
+    gap = (at_least - at_most) / max(value, pull.max()) if value > 0 else 0.0
+    return float(max(abs(probabilities.sum() - 1), -probabilities.min(), gap, 0.0))
 
 
 def instance(
@@ -24,23 +48,29 @@ def instance(
     return rng.dirichlet(np.full(n, rng.choice([0.3, 1, 30]))), 10 ** rng.uniform(*orders, n)
 
 
+def moved(p, unbiased) -> float:
+    """The mass taken from the lowered to the raised clients."""
+    return np.abs(p - unbiased).sum() / 2
+
+
 def check(unbiased, cost):
     """The solution, after what must hold for every one of them."""
     solution = solve(unbiased, cost)
     p = solution.probabilities
     (a, b) = solution.levels
-    assert kkt_residual(p, unbiased, cost) == solution.kkt_residual < 1e-12
-    assert solution.objective == objective(p, unbiased, cost)
-    assert solution.objective <= objective(unbiased, unbiased, cost) * (1 + 1e-15)
-    assert solution.moved == np.abs(p - unbiased).sum() / 2
+    assert kkt_residual(p, unbiased, cost) < 1e-12
+    best = objective(unbiased, unbiased, cost) * (1 + 1e-15)
+    assert objective(p, unbiased, cost) <= best
     assert 0 <= a <= b * (1 + 1e-12)
     assert (p[unbiased > 0] > 0).all()
     return solution
 
 
 def test_the_solution_of_the_two_client_problem_is_the_published_check_value():
-    solution = check(np.array([0.5, 0.5]), np.array([64.0, 1.0]))
-    found = (solution.moved, *solution.levels, solution.objective)
+    unbiased, cost = np.array([0.5, 0.5]), np.array([64.0, 1.0])
+    solution = check(unbiased, cost)
+    p = solution.probabilities
+    found = (moved(p, unbiased), *solution.levels, objective(p, unbiased, cost))
     np.testing.assert_allclose(found, (0.415688, 0.915688, 5.395968, 2.240140), atol=5e-7)
 
 
@@ -48,15 +78,16 @@ def test_the_solution_of_the_two_client_problem_is_the_published_check_value():
 @pytest.mark.filterwarnings("ignore:Solution may be inaccurate")
 def test_the_exact_solver_agrees_with_cvxpy_on_fifty_random_instances():
     rng = np.random.default_rng(0)
-    moved = 0
+    changed = 0
     for trial in range(50):
         unbiased, cost = instance(rng, [(-3, 4), (-1, 2), (0, 6)][trial % 3])
-        solution = check(unbiased, cost)
+        p = check(unbiased, cost).probabilities
         reference = solve_cvxpy(unbiased, cost)
-        moved += solution.moved > 0
-        np.testing.assert_allclose(solution.probabilities, reference, atol=1e-6, rtol=0)
-        assert solution.objective == pytest.approx(objective(reference, unbiased, cost), abs=1e-9)
-    assert moved > 30
+        changed += moved(p, unbiased) > 0
+        np.testing.assert_allclose(p, reference, atol=1e-6, rtol=0)
+        best = objective(reference, unbiased, cost)
+        assert objective(p, unbiased, cost) == pytest.approx(best, abs=1e-9)
+    assert changed > 30
 
 
 @pytest.mark.filterwarnings("ignore:Solution may be inaccurate")
@@ -65,10 +96,11 @@ def test_with_public_clients_the_private_ones_and_the_objective_agree_with_cvxpy
     for _ in range(8):
         unbiased, cost = instance(rng, (-1, 4), clients=12)
         cost[:3] = 0
-        solution = check(unbiased, cost)
+        p = check(unbiased, cost).probabilities
         reference = solve_cvxpy(unbiased, cost)
-        np.testing.assert_allclose(solution.probabilities[3:], reference[3:], atol=1e-5, rtol=0)
-        assert solution.objective == pytest.approx(objective(reference, unbiased, cost), abs=1e-9)
+        np.testing.assert_allclose(p[3:], reference[3:], atol=1e-5, rtol=0)
+        best = objective(reference, unbiased, cost)
+        assert objective(p, unbiased, cost) == pytest.approx(best, abs=1e-9)
 
 
 @pytest.mark.parametrize("orders", [(-1, 1), (0, 12), (-150, 150), (0, 300), (-300, 0)])
@@ -114,13 +146,13 @@ def test_the_unbiased_probabilities_are_kept_exactly_up_to_their_optimality_cond
     assert np.array_equal(
         check(unbiased, np.array([edge * (1 - 1e-9), 1.0])).probabilities, unbiased
     )
-    solution = check(unbiased, np.array([edge * (1 + 1e-6), 1.0]))
-    assert 0 < solution.moved < 1e-5
+    beyond = check(unbiased, np.array([edge * (1 + 1e-6), 1.0])).probabilities
+    assert 0 < moved(beyond, unbiased) < 1e-5
 
 
 def test_equal_costs_with_uneven_data_move_mass_once_noise_outweighs_bias():
     unbiased = np.array([0.9, 0.05, 0.05])
-    assert check(unbiased, np.full(3, 1.0)).moved == 0
+    assert np.array_equal(check(unbiased, np.full(3, 1.0)).probabilities, unbiased)
     np.testing.assert_allclose(check(unbiased, np.full(3, 1e12)).probabilities, 1 / 3, rtol=1e-5)
 
 
@@ -128,7 +160,7 @@ def test_what_the_private_clients_lose_the_public_ones_share_in_proportion_to_th
     unbiased = np.array([0.3, 0.1, 0.4, 0.2])
     cost = np.array([0.0, 0.0, 1e4, 1e4])
     solution = check(unbiased, cost)
-    assert solution.moved > 0.5 and solution.levels[0] == 0
+    assert moved(solution.probabilities, unbiased) > 0.5 and solution.levels[0] == 0
     np.testing.assert_allclose(solution.probabilities[0] / solution.probabilities[1], 3)
     unweighed = check(np.array([0.0, 0.0, 0.6, 0.4]), cost).probabilities
     assert unweighed[0] == unweighed[1] > 0.25
@@ -177,20 +209,7 @@ def test_a_hundred_thousand_clients_are_solved_to_the_same_precision():
     check(*instance(np.random.default_rng(8), (-3, 8), clients=100_000))
 
 
-@pytest.mark.parametrize(
-    ("unbiased", "cost", "field"),
-    [
-        ([0.5, 0.6], [1, 1], "unbiased"),
-        ([1.5, -0.5], [1, 1], "unbiased"),
-        ([math.nan, 1.0], [1, 1], "unbiased"),
-        ([], [], "unbiased"),
-        ([[1.0]], [1], "unbiased"),
-        ([0.5, 0.5], [1], "cost"),
-        ([0.5, 0.5], [1, -1], "cost"),
-        ([0.5, 0.5], [1, math.inf], "cost"),
-        ([0.5, 0.5], [1, math.nan], "cost"),
-    ],
-)
+@pytest.mark.parametrize(("unbiased", "cost", "field"), messages("probabilities and costs"))
 def test_probabilities_and_costs_that_cannot_be_are_refused_by_name(unbiased, cost, field):
     for solver in (solve, solve_cvxpy):
         with pytest.raises(ConfigError, match=f"^{field} = "):

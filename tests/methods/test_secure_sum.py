@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from conftest import experiment, messages
 
+from raydpfl import Experiment
 from raydpfl.audit import audit
 from raydpfl.check.runs import Watched, carried_out
 from raydpfl.errors import ConfigError, RunError
@@ -170,8 +171,6 @@ def test_what_sums_of_integers_do_not_take_is_refused(name):
     overrides, message = messages("secure sums")[name]
     tree = of("skellam").to_dict()
     with pytest.raises(ConfigError) as refused:
-        from raydpfl import Experiment
-
         resolve(Experiment.from_dict(overridden(tree, overrides)))
     assert str(refused.value).startswith(message)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import experiment, form, messages
+from plain_loop import net
 from safetensors.torch import load_file, save_file
 from test_text import by_the_book, play
 from torch import nn
@@ -89,34 +90,30 @@ def test_adapters_are_drawn_by_the_seed_and_a_may_stay_so_and_none_is_where_a_la
     assert "6.weight" in whole and "6.lora_A.weight" not in whole
 
 
-class Attention(nn.Module):
+def attention() -> nn.Module:
     """A layer of it is never called: its weights alone are used."""
-
-    def __init__(self):
-        super().__init__()
-        self.look = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.last = nn.Linear(4, 3)
 
     def forward(self, x):
         rows = x.flatten(2)[..., [0, 1, 2, 3]]
         return self.last(self.look(rows, rows, rows)[0].mean(1))
 
+    look = nn.MultiheadAttention(4, 2, batch_first=True)
+    return net("Attention", forward, look=look, last=nn.Linear(4, 3))
 
-class Twice(nn.Module):
+
+def twice() -> nn.Module:
     """A layer under two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.second = self.first
 
     def forward(self, x):
         return self.second(torch.tanh(self.first(x.flatten(1))))[:, :3]
 
+    layer = nn.Linear(4, 4)
+    return net("Twice", forward, first=layer, second=layer)
+
 
 def test_a_layer_under_two_names_has_one_adapter(tmp_path):
     images = form((1, 2, 2), 3)
-    asked = {"kind": f"{__name__}:Twice", "lora": LORA}
+    asked = {"kind": f"{__name__}:twice", "lora": LORA}
     module = build(asked, images)
     assert models.parameter_count(module) == 2 * 2 * 4
     nn.init.normal_(module.first.lora_B.weight)
@@ -132,17 +129,14 @@ def test_a_layer_under_two_names_has_one_adapter(tmp_path):
     assert torch.equal(again(x), module(x))
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    messages("adapters"),
-)
+@pytest.mark.parametrize(("model", "message"), messages("adapters"))
 def test_adapters_that_cannot_be_are_refused_in_one_line(model, message):
     assert refusal(model).startswith(message)
 
 
 def test_a_layer_whose_weights_alone_are_used_is_no_target():
     images = form((1, 2, 4), 3)
-    own = {"kind": f"{__name__}:Attention"}
+    own = {"kind": f"{__name__}:attention"}
     module = build({**own, "lora": {}}, images)
     assert trained_names(module) == ["last.lora_A.weight", "last.lora_B.weight"]
     said = refusal({**own, "lora": {"targets": ["look.out_proj"]}}, images)
@@ -227,25 +221,21 @@ def test_an_adapted_layer_and_its_gradients_are_those_of_its_two_terms(into):
         assert torch.allclose(mine, other, atol=1e-5)
 
 
-class Hooked(nn.Module):
+def hooked() -> nn.Module:
     """A module that does something of its own after a layer, and GELU in two forms."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(6, 8)
-        self.plain = nn.Linear(8, 8)
-        self.own = nn.Linear(8, 6)
-        self.own.register_forward_hook(lambda layer, given, made: made.tanh())
-        self.act = nn.GELU(approximate="tanh")
 
     def forward(self, x):
         return self.own(self.act(F.gelu(self.plain(input=self.embed(x)))))
+
+    layers = {"embed": nn.Embedding(6, 8), "plain": nn.Linear(8, 8), "own": nn.Linear(8, 6)}
+    layers["own"].register_forward_hook(lambda layer, given, made: made.tanh())
+    return net("Hooked", forward, **layers, act=nn.GELU(approximate="tanh"))
 
 
 def test_a_layer_with_a_hook_of_its_own_keeps_it_and_others_take_adapter_and_layer_as_one(
     monkeypatch,
 ):
-    module = build({"kind": f"{__name__}:Hooked", "lora": LORA})
+    module = build({"kind": f"{__name__}:hooked", "lora": LORA})
     local = Sgd(steps=2, batch=2, lr=0.5)
     expected = train("loop", module, local)
     ranks: list[tuple[int, ...]] = []
@@ -257,35 +247,28 @@ def test_a_layer_with_a_hook_of_its_own_keeps_it_and_others_take_adapter_and_lay
     assert ranks == [(1, 8, 2), (4, 8, 2), (4, 8, 2)]
 
 
-class Dropping(nn.Module):
-    """Dropout in a layer, and within attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(6, 8)
-        self.drop = nn.Dropout(0.3)
-        self.layer = nn.Linear(8, 6)
+def dropping(noise: float = 0.0) -> nn.Module:
+    """Dropout in a layer, and within attention; and noise that is drawn by the module itself."""
 
     def forward(self, x):
         x = self.drop(self.embed(x)).unflatten(2, (2, 4)).transpose(1, 2)
         x = F.scaled_dot_product_attention(x, x, x, dropout_p=0.2, is_causal=True)
-        return self.layer(x.transpose(1, 2).flatten(2))
+        outputs = self.layer(x.transpose(1, 2).flatten(2))
+        return outputs + noise * torch.randn(len(x), 1, 1) if noise else outputs
+
+    layers = {"embed": nn.Embedding(6, 8), "layer": nn.Linear(8, 6)}
+    return net("Dropping", forward, **layers, drop=nn.Dropout(0.3))
 
 
 def test_masks_of_dropout_are_those_that_the_loop_draws_for_each_client():
-    module = build({"kind": f"{__name__}:Dropping", "lora": LORA})
+    module = build({"kind": f"{__name__}:dropping", "lora": LORA})
     local = Sgd(steps=2, batch=2, lr=0.5)
     assert choose_backend(module, local, TOKENS) == "one_batch"
     assert close(train("one_batch", module, local), train("loop", module, local))
 
 
-class Noisy(Dropping):
-    def forward(self, x):
-        return super().forward(x) + 0.1 * torch.randn(len(x), 1, 1)
-
-
 def test_a_module_that_draws_otherwise_is_left_to_the_loop_and_said(caplog):
-    module = build({"kind": f"{__name__}:Noisy", "lora": LORA})
+    module = build({"kind": f"{__name__}:dropping", "args": {"noise": 0.1}, "lora": LORA})
     with caplog.at_level(logging.WARNING):
         assert choose_backend(module, Sgd(steps=2, batch=2), TOKENS) == "loop"
     assert "one_batch does not fit the model" in caplog.text

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("sampling", ["fresh", "epochs"])
-@pytest.mark.parametrize("batch", [1, 3, 8, "full"])
+@pytest.mark.parametrize("batch", [1, 3, 8, "full", {"share": 0.3}])
 def test_a_clients_batches_depend_on_its_key_and_size_alone(sampling, batch):
     local = Sgd(steps=6, batch=batch, sampling=sampling)
     sizes = [5, 80, 1, 17, 0]
@@ -32,10 +32,13 @@ def test_a_clients_batches_depend_on_its_key_and_size_alone(sampling, batch):
             7, 3, clients[slot : slot + 1], draws[slot : slot + 1], [size], local
         )
         assert batch_sizes[slot] == alone_size[0] == local.batch_size(size)
-        assert np.array_equal(index[slot, :, : batch_sizes[slot]], alone[0, :, : alone_size[0]])
+        own = index[slot, :, : batch_sizes[slot]]
+        assert np.array_equal(own, alone[0, :, : alone_size[0]])
         assert not index[slot, :, batch_sizes[slot] :].any()
         assert index[slot].max() < max(size, 1)
-    assert index.shape == (5, 6, 100 if batch == "full" else batch)
+        if sampling == "fresh":
+            assert all(len(np.unique(step)) == batch_sizes[slot] for step in own)
+    assert index.shape == (5, 6, local.batch_size(100))
     if batch != "full":
         for name in ((8, 3, [4], [0]), (7, 4, [4], [0]), (7, 3, [5], [0]), (7, 3, [4], [1])):
             assert not np.array_equal(index[1], batches(*name, [80], local, rows=100)[0][0])
@@ -165,19 +168,3 @@ def test_a_batch_by_share_is_that_share_of_every_clients_rows(share):
     assert [local.batch_size(rows) for rows in (1, 60, 199)] == found[[1, 60, 199]].tolist()
     # a chunk is as wide as the largest batch of those that may be in it
     assert local.batch_size(int(local.rows_used(sizes).max())) == found.max()
-
-
-@pytest.mark.parametrize("sampling", ["fresh", "epochs"])
-def test_a_client_draws_the_batches_of_its_share_in_any_chunk(sampling):
-    local = Sgd(steps=6, batch={"share": 0.3}, sampling=sampling)
-    sizes = [40, 0, 7, 1000, 1, 90]
-    clients = [3, -1, 8, 9, 10, 11]
-    index, counts = batches(1, 5, clients, [0] * 6, sizes, local)
-    assert counts.tolist() == [12, 0, 2, 300, 1, 27] and index.shape == (6, 6, 300)
-    for slot, (size, count) in enumerate(zip(sizes, counts.tolist(), strict=True)):
-        alone, _ = batches(1, 5, clients[slot : slot + 1], [0], [size], local)
-        own = index[slot, :, :count]
-        assert np.array_equal(own, alone[0, :, :count]) and not index[slot, :, count:].any()
-        if sampling == "fresh":
-            assert all(len(np.unique(step)) == count for step in own)
-        assert own.max(initial=0) < max(size, 1)

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import form
 from plain_loop import (
     CLASSES,
@@ -14,6 +13,7 @@ from plain_loop import (
     alone,
     clients_of,
     corrected,
+    gradient_of,
     made,
     plain_loop,
     rows,
@@ -122,24 +122,11 @@ def test_an_update_that_is_handed_out_is_not_written_to_again():
     for backend in ("compiled", "fused", "vmap", "loop"):
         trainer = Trainer(module, METHODS["plain"], backend=backend, seed=0)
         chunk = dict(t=0, clients=CLIENTS, draws=DRAWS)
-        held = [
-            block.updates for block in trainer.chunk(models.flatten(module), x, y, SIZES, **chunk)
-        ]
+        blocks = trainer.chunk(models.flatten(module), x, y, SIZES, **chunk)
+        held = [block.updates for block in blocks]
         copies = [delta.clone() for delta in held]
         list(trainer.chunk(models.flatten(module) * 2, x, y, SIZES, **chunk))
         assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
-
-
-@pytest.mark.parametrize("backend", ["compiled", "fused", "vmap", "loop"])
-def test_a_diverged_client_shows_it_and_spares_the_others(backend):
-    module = made("relu mlp")
-    x, y = rows()
-    healthy = train(backend, module, METHODS["plain"], x, y)
-    x[2, 0] = float("inf")
-    local = METHODS["plain"].model_copy(update={"batch": "full"})
-    assert not torch.isfinite(train(backend, module, local, x, y)[2][0]).all()
-    sick = train(backend, module, METHODS["plain"], x, y)
-    assert all(torch.equal(healthy[slot][0], sick[slot][0]) for slot in (0, 1, 4))
 
 
 @pytest.mark.parametrize("backend", ["compiled", "fused", "vmap", "loop"])
@@ -202,10 +189,7 @@ def test_a_clients_variate_is_the_mean_of_its_gradients(backend):
     shared = corrected([1], d, seed=2)[0].double()
     got = train(backend, module, local, x, y, corrections=local.correction(known(own, shared, 1.0)))
     for slot, (delta, _) in got.items():
-        loss = F.cross_entropy(module(x[slot, : SIZES[slot]]), y[slot, : SIZES[slot]])
-        gradient = torch.cat(
-            [part.flatten() for part in torch.autograd.grad(loss, list(module.parameters()))]
-        )
+        gradient, _ = gradient_of(module, x[slot, : SIZES[slot]], y[slot, : SIZES[slot]])
         view = known(own[slot], shared, local.learning_rate(2))
         variate = local.next_state(delta.double(), view)
         torch.testing.assert_close(variate.float(), gradient, rtol=1e-4, atol=1e-6)

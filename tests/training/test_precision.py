@@ -60,9 +60,8 @@ class Whole(Local):
 
 def test_a_train_of_ones_own_takes_its_products_itself():
     mine = {"kind": "test_precision:Whole", "lr": 0.1, "steps": None}
-    with pytest.raises(
-        ConfigError, match=r"client\.precision = 'bfloat16': expected float32 or tf32 with"
-    ):
+    said = r"client\.precision = 'bfloat16': expected float32 or tf32 with"
+    with pytest.raises(ConfigError, match=said):
         experiment(local=mine, client={"precision": "bfloat16"})
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_loop import net
 from torch import nn
 
 from raydpfl import models
@@ -20,13 +21,8 @@ def test_the_taps_that_read_pixels_are_those_with_a_gradient(seed):
     def number(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=draw))
 
-    kernel, stride, padding, dilation = (
-        (number(1, 5), number(1, 5)),
-        number(1, 3),
-        number(0, 3),
-        1,
-    )
-    layer = nn.Conv2d(2, 3, kernel, stride, padding, number(1, 3) if padding else dilation)
+    kernel, stride, padding = (number(1, 5), number(1, 5)), number(1, 3), number(0, 3)
+    layer = nn.Conv2d(2, 3, kernel, stride, padding, number(1, 3) if padding else 1)
     image = (number(1, 5), number(1, 5))
     x = torch.rand(2, 2, *image) + 0.1
     try:
@@ -45,20 +41,17 @@ def test_the_taps_that_read_pixels_are_those_with_a_gradient(seed):
         )
 
 
-class Reader(nn.Module):
-    """Reads the weight of a convolution by itself too."""
-
-    def __init__(self, reads: bool):
-        super().__init__()
-        self.first = nn.Conv2d(2, 4, 3, stride=2, padding=1)
-        self.second = nn.Conv2d(4, 4, 3, padding=1)
-        self.third = nn.Conv2d(4, 4, 3, padding=1, bias=False)
-        self.reads = reads
+def convolutions(reads: bool) -> nn.Module:
+    """Three, of which the weight of one may be read by the module itself too."""
 
     def forward(self, x):
         x = torch.tanh(self.second(torch.tanh(self.first(x))))
         x = self.third(x).flatten(1)
-        return x + self.second.weight.square().sum() * x if self.reads else x
+        return x + self.second.weight.square().sum() * x if reads else x
+
+    filters = {"second": nn.Conv2d(4, 4, 3, padding=1)}
+    filters["third"] = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+    return net("Reader", forward, first=nn.Conv2d(2, 4, 3, stride=2, padding=1), **filters)
 
 
 def updates(module: nn.Module, local: Sgd, crops: bool) -> tuple[torch.Tensor, bool]:
@@ -76,7 +69,7 @@ def updates(module: nn.Module, local: Sgd, crops: bool) -> tuple[torch.Tensor, b
 @pytest.mark.parametrize("local", [Sgd(steps=3, batch=3), Sgd(steps=3, batch=3, momentum=0.5)])
 def test_the_loop_trains_as_without_the_crop_and_does_without_where_weights_are_read(local, reads):
     torch.manual_seed(0)
-    module = Reader(reads)
+    module = convolutions(reads)
     expected, _ = updates(module, local, crops=False)
     found, cropped = updates(module, local, crops=True)
     assert cropped is not reads

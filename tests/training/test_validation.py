@@ -154,13 +154,10 @@ class Unnamed(data.Data):
 
 def test_a_share_that_comes_to_nothing_is_refused_before_anything_is_written(tmp_path):
     scalar = data.parse({"kind": "scalar_quadratics", "a": [1, 2, 6], "b": [4, 1, -1]})
-    said = "evaluate.validation = 0.4: expected a share that comes to a row of some client; "
-    "the largest has"
-    with pytest.raises(ConfigError, match=said):
+    said = "= 0.4: expected a share that comes to a row of some client; the largest has"
+    with pytest.raises(ConfigError, match=f"evaluate.validation {said}"):
         prepare(scalar, 0, cache=tmp_path, validation=0.4)
-    with pytest.raises(
-        ConfigError, match=r"evaluate\.validation = 0.5: expected 0 for data whose clients"
-    ):
+    with pytest.raises(ConfigError, match=r"= 0\.5: expected 0 for data whose clients"):
         prepare(Unnamed(kind="unnamed"), 0, cache=tmp_path, validation=0.5)
     assert not (tmp_path / "data").exists()
     for wrong in (1.0, -0.1, True):
@@ -369,9 +366,8 @@ def test_a_run_is_accounted_for_by_the_clients_that_are_left(tmp_path):
 
 def test_clients_held_out_that_come_to_nobody_are_refused(tmp_path):
     few = data.parse({**SPREAD, "clients": 3})
-    with pytest.raises(
-        ConfigError, match=r"evaluate\.validation\.clients = 0\.1: expected a share that leaves"
-    ):
+    said = r"evaluate\.validation\.clients = 0\.1: expected a share that leaves"
+    with pytest.raises(ConfigError, match=said):
         prepare(few, 5, cache=tmp_path, validation={"clients": 0.1})
     for wrong in ({"clients": 0}, {"clients": 1}, {"client": 0.1}, {}):
         with pytest.raises(ConfigError, match=r"evaluate\.validation"):

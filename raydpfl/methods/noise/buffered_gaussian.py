@@ -73,9 +73,7 @@ class BufferedGaussian(ToeplitzGaussian):
         return self.model_copy(update={"decays": decays, "scales": scales, "norm": norm})
 
 
-@lru_cache(maxsize=8)
-def _column(decays: tuple[float, ...], scales: tuple[float, ...], rounds: int) -> np.ndarray:
-    return buffered(decays, scales, rounds)
+_column = lru_cache(maxsize=8)(buffered)
 
 
 class BufferedSource(ReplayedSource):

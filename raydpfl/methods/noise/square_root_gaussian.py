@@ -50,9 +50,7 @@ class SquareRootGaussian(ToeplitzGaussian):
         return self.model_copy(update={"momentum": momentum, "norm": norm})
 
 
-@lru_cache(maxsize=8)
-def _root(rounds: int, momentum: float) -> np.ndarray:
-    return square_root(rounds, momentum)
+_root = lru_cache(maxsize=8)(square_root)
 
 
 @lru_cache(maxsize=8)

@@ -22,7 +22,6 @@ from pydantic import Field
 from raydpfl import models
 from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
-from raydpfl.methods.local import Local
 from raydpfl.methods.probes.base import Assess, Probe, Problem
 from raydpfl.methods.probes.client_optima import LinearLosses, linear
 from raydpfl.methods.probes.suboptimality import quadratic
@@ -196,7 +195,9 @@ class BoundConstants:
         self.clip = release.bound
         self.steps = problem.local.steps or 1
         self.rate = problem.local.lr
-        self.beta_gamma = _beta_gamma(problem.local)
+        period = float(problem.local.lr_period or 0)
+        # of the step size beta / (gamma + t), t from 1
+        self.beta_gamma = self.rate * period, period - 1
         self.ratio = len(population) / problem.selection.sampling(population).cohort  # n / r
         d = self.start.size
         self.noise = d * float(np.max(release.stds)) ** 2  # d sigma^2
@@ -218,12 +219,6 @@ class BoundConstants:
             float(np.max(np.abs(x @ theta[0] - y) * np.linalg.norm(x, axis=1)))
             for x, y, _ in self._rows()
         )
-
-
-def _beta_gamma(local: Local) -> tuple[float, float]:
-    """Of the step size beta / (gamma + t), t from 1."""
-    period = float(local.lr_period or 0)
-    return local.lr * period, period - 1
 
 
 def chen_theorem1(of: BoundConstants, L: float, convexity: float, rounds: int) -> float:

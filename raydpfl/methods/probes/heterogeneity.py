@@ -10,6 +10,7 @@ Gamma_s needs the minima (`raydpfl.methods.probes.client_optima`).
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -55,20 +56,20 @@ def measured(
     `gradient_gap`, ||grad f_i - grad f|| at `model`, and for convex models `optimum`, f_i*, and
     `gap`, f_i(w*) - f_i*, both None without a minimum.
     """
-    gradients = _Gradients(module, task, shards, weight_decay)
+    gradient_of = _gradients(module, task, shards, model, weight_decay)
     losses = linear(module, task, shards, weight_decay)
     sizes = np.asarray(shards.sizes)
     everyone = np.flatnonzero(sizes)
     shares = sizes / sizes.sum()
     of = len(everyone) * (2 if losses else 1) + 1
     yield 0, of
-    mean = gradients.mixture(model, everyone, shares)
+    mean = gradient_of(everyone, shares)
     if losses:
         best, theta = losses.joint(everyone, shares, model)
     yield 1, of
     rows: list[dict[str, Any]] = []
     for done, client in enumerate(everyone.tolist(), 2):
-        off = gradients.mixture(model, np.array([client]), {client: 1.0}) - mean
+        off = gradient_of(np.array([client]), {client: 1.0}) - mean
         rows.append({"client": client, "gradient_gap": float(np.linalg.norm(off))})
         yield done, of
     norms = np.array([row["gradient_gap"] for row in rows])
@@ -91,26 +92,24 @@ def measured(
     return values
 
 
-class _Gradients:
-    """Gradients of f_i and of their mixtures, for any module."""
+def _gradients(
+    module: nn.Module, task: Task, shards: Shards, model: np.ndarray, weight_decay: float
+) -> Callable[[np.ndarray, Shares], np.ndarray]:
+    """The gradient at `model`, float64 [d], of the objectives of clients by their shares, of any
+    module.
+    """
+    module = copy.deepcopy(module).double().eval()
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    w = np.asarray(model, np.float64)
+    nn.utils.vector_to_parameters(torch.from_numpy(w.copy()), parameters)
 
-    def __init__(self, module: nn.Module, task: Task, shards: Shards, weight_decay: float):
-        self.task = task
-        self.module = copy.deepcopy(module).double().eval()
-        self.shards = shards
-        self.decay = weight_decay
-        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
-
-    def mixture(self, w: np.ndarray, clients: np.ndarray, shares: Shares) -> np.ndarray:
-        """The gradient at w, both float64 [d], of these clients' objectives by their shares."""
-        w = np.asarray(w, np.float64)
-        vector = torch.from_numpy(w.copy())
-        nn.utils.vector_to_parameters(vector, self.parameters)
-        gradient = self.decay * w
-        for group in groups(self.shards, clients):
-            x, y, weights = map(torch.from_numpy, rows_of(self.shards, group, shares))
+    def mixture(clients: np.ndarray, shares: Shares) -> np.ndarray:
+        gradient = weight_decay * w
+        for group in groups(shards, clients):
+            x, y, weights = map(torch.from_numpy, rows_of(shards, group, shares))
             y = y.double() if y.is_floating_point() else y
-            loss = self.task.loss(self.module(x), y) @ weights
-            parts = torch.autograd.grad(loss, self.parameters)
+            parts = torch.autograd.grad(task.loss(module(x), y) @ weights, parameters)
             gradient = gradient + nn.utils.parameters_to_vector(parts).numpy()
         return gradient
+
+    return mixture

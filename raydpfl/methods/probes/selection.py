@@ -37,15 +37,10 @@ class SelectionProbe(Probe):
         absent = pa.nulls(count, pa.float64())
         rows = {name: absent if column is None else column for name, column in columns.items()}
         write_table(run.out / "selection.parquet", pa.table(rows, schema([*columns])))
-        facts: dict[str, float] = {
-            "clients": count,
-            "participants": int((participations > 0).sum()),
-        }
+        participants = int((participations > 0).sum())
+        facts: dict[str, float] = {"clients": count, "participants": participants}
         if probabilities is None:
             return facts
         distance = float(np.abs(probabilities - population.shares).sum() / 2)
-        return {
-            **facts,
-            "least_probability": float(probabilities.min()),
-            "total_variation": distance,
-        }
+        least = float(probabilities.min())
+        return {**facts, "least_probability": least, "total_variation": distance}

@@ -16,11 +16,10 @@ from pydantic import Field
 from raydpfl import models
 from raydpfl.errors import ConfigError
 from raydpfl.methods.probes.base import Assess, Finished, Probe, Problem
-from raydpfl.methods.probes.client_optima import LinearLosses, Shares, least, linear
+from raydpfl.methods.probes.client_optima import WIDTH, LinearLosses, Shares, least, linear
 from raydpfl.storage.run_files import replace_file
 
 COLUMNS = ("suboptimality", "distance")
-WIDTH = 4096  # of a quadratic that is decomposed, at most
 FLAT = 1e-12  # of the largest curvature; a direction with less has none
 OPTIMUM = "optimum.bin"
 

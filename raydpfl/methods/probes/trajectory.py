@@ -41,9 +41,9 @@ class TrajectoryProbe(Probe):
 
 
 def together(
-    paths: Sequence[np.ndarray], marks: np.ndarray | None = None, onto: int = 2
+    paths: Sequence[np.ndarray], marks: np.ndarray | None = None
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Several paths on the principal directions of all their models together (001 Fig. 3).
+    """Several paths on the two principal directions of all their models together (001 Fig. 3).
 
     The axes follow from the inner products of all models in float64, summed over blocks of
     parameters: paths may be mapped files, larger than memory. The larger coordinates of each axis
@@ -52,11 +52,10 @@ def together(
     Args:
         paths: of models, float [T_i, d].
         marks: other points to project, as an optimum, float [m, d]; None: none.
-        onto: how many axes.
 
     Returns:
-        The paths, float64 [T_i, onto], and the marks, float64 [m, onto], less the first mark or,
-        without marks, the first model of the first path.
+        The paths, float64 [T_i, 2], and the marks, float64 [m, 2], less the first mark or, without
+        marks, the first model of the first path.
     """
     d = paths[0].shape[1]
     extra = np.zeros((0, d)) if marks is None else np.asarray(marks)
@@ -73,22 +72,22 @@ def together(
         block[: len(lost)][lost] = 0.0
         products += block @ block.T
     axes = np.concatenate([~lost, np.zeros(len(extra), bool)])
-    coordinates = _principal(products, axes, onto)
+    coordinates = _principal(products, axes)
     coordinates[: len(lost)][lost] = np.nan
     *projected, last = np.split(coordinates, np.cumsum(lengths))
     return projected, last
 
 
-def _principal(products: np.ndarray, axes: np.ndarray, onto: int) -> np.ndarray:
-    """The coordinates float64 [n, onto] of n points with these inner products, [n, n], on the
+def _principal(products: np.ndarray, axes: np.ndarray) -> np.ndarray:
+    """The coordinates float64 [n, 2] of n points with these inner products, [n, n], on the two
     principal directions of those that `axes`, bool [n], picks; 0 on directions that they lack.
     """
     centred = products[:, axes] - products[:, axes].mean(axis=1, keepdims=True)
     spread = centred[axes] - centred[axes].mean(axis=0, keepdims=True)
     values, vectors = np.linalg.eigh(spread)
-    values, vectors = values[: -1 - onto : -1], vectors[:, : -1 - onto : -1]
+    values, vectors = values[:-3:-1], vectors[:, :-3:-1]
     found = values > 1e-12 * values.max(initial=np.finfo(float).tiny)
-    coordinates = np.zeros((len(products), onto))
+    coordinates = np.zeros((len(products), 2))
     coordinates[:, : found.sum()] = centred @ vectors[:, found] / np.sqrt(values[found])
-    signs = np.sign(coordinates[np.abs(coordinates).argmax(axis=0), np.arange(onto)])
+    signs = np.sign(coordinates[np.abs(coordinates).argmax(axis=0), np.arange(2)])
     return coordinates * np.where(signs < 0, -1.0, 1.0)

@@ -19,17 +19,12 @@ from raydpfl.config.registry import family
 from raydpfl.methods.selection.base import Ask, Cohort, Population, Selection
 from raydpfl.methods.selection.first_responders import RESPONSES
 from raydpfl.methods.selection.poisson import Poisson
-from raydpfl.methods.selection.privacy_aware_solver import (
-    Solution,
-    kkt_residual,
-    solve,
-    solve_cvxpy,
-)
+from raydpfl.methods.selection.privacy_aware_solver import Solution, solve, solve_cvxpy
 from raydpfl.methods.selection.uniform import Uniform
 
 __all__ = [
     "FAMILY", "RESPONSES", "Ask", "Cohort", "Poisson", "Population", "Selection", "Solution",
-    "Uniform", "kkt_residual", "solve", "solve_cvxpy",
+    "Uniform", "solve", "solve_cvxpy",
 ]  # fmt: skip
 
 FIRST = ("uniform", "poisson", "full", "fedavg_stale", "multinomial", "availability", "cyclic")

@@ -49,11 +49,7 @@ class Solution:
     """The minimiser of 003 Problem 1, p = min(max(p^u, a / c), b / c)."""
 
     probabilities: np.ndarray  # p, float64 [N]
-    objective: float  # f(p)
-    # the mass taken from the lowered to the raised clients, ||p - p^u||_1 / 2
-    moved: float
     levels: tuple[float, float]  # (a, b). Where p = p^u, the extremes of c p^u.
-    kkt_residual: float  # see the function of that name
 
 
 def solve(unbiased: ArrayLike, cost: ArrayLike) -> Solution:
@@ -73,7 +69,7 @@ def solve(unbiased: ArrayLike, cost: ArrayLike) -> Solution:
     low = float(pull.min())
     high = float(pull.max())
     if high - low <= 2 * math.sqrt(pull @ unbiased):
-        return _solution(unbiased, unbiased, cost, (low, high))
+        return Solution(unbiased.copy(), (low, high))
     moves = _Moves(pull, unbiased, cost)
     n = len(pull)
     j = min(bisect_right(range(n), 0.0, lo=1, key=moves.lowered_to), n - 1)
@@ -85,7 +81,7 @@ def solve(unbiased: ArrayLike, cost: ArrayLike) -> Solution:
     if public.any():
         share = unbiased[public] if unbiased[public].any() else np.ones(public.sum())
         p[public] += (unbiased - p).sum() * share / share.sum()
-    return _solution(p, unbiased, cost, (a, b))
+    return Solution(p, (a, b))
 
 
 class _Moves:
@@ -163,34 +159,6 @@ class _Moves:
             level = following
 
 
-def objective(probabilities: np.ndarray, unbiased: np.ndarray, cost: np.ndarray) -> float:
-    """f(p) = D + sqrt(D^2 + sum c p^2), D = ||p - p^u||_1 (003 Problem 1), for float64 [N]."""
-    distance = float(np.abs(probabilities - unbiased).sum())
-    return distance + math.hypot(distance, math.sqrt((cost * probabilities) @ probabilities))
-
-
-def kkt_residual(probabilities: np.ndarray, unbiased: np.ndarray, cost: np.ndarray) -> float:
-    """How far p is from the optimality conditions of 003 Problem 1; 0 where it is optimal.
-
-    The largest of |sum p - 1|, the most negative p_k, and the stationarity gap: the distance
-    between the bounds that clients put on nu (see the derivation), as a fraction of the largest
-    term in them. A client counts as unmoved only if p_k = p^u_k to the bit, so this judges exact
-    solutions, not those of iterative solvers. Where f is small (nearly all mass is on public
-    clients), the rounding of p alone can make it 1e-16 / f.
-
-    Args:
-        probabilities, unbiased, cost: p, p^u and c, float64 [N].
-    """
-    value = objective(probabilities, unbiased, cost)
-    pull = cost * probabilities
-    at_least = np.where(
-        probabilities > 0, pull + np.where(probabilities > unbiased, value, -value), -np.inf
-    ).max()
-    at_most = (pull + np.where(probabilities < unbiased, -value, value)).min()
-    gap = (at_least - at_most) / max(value, pull.max()) if value > 0 else 0.0
-    return float(max(abs(probabilities.sum() - 1), -probabilities.min(), gap, 0.0))
-
-
 def solve_cvxpy(unbiased: ArrayLike, cost: ArrayLike) -> np.ndarray:
     """The probabilities by CVXPY and CLARABEL, float64 [N]: the reference that `solve` is tested
     against. Raises `ConfigError` as `solve` does, and `cvxpy.SolverError`.
@@ -236,12 +204,3 @@ def _checked(unbiased: ArrayLike, cost: ArrayLike) -> tuple[np.ndarray, np.ndarr
         expected = f"a vector of {len(unbiased)} costs from 0 to 1e300, one per client"
         raise ConfigError("cost", cost, expected)
     return unbiased, cost
-
-
-def _solution(
-    p: np.ndarray, unbiased: np.ndarray, cost: np.ndarray, levels: tuple[float, float]
-) -> Solution:
-    moved = float(np.abs(p - unbiased).sum()) / 2
-    return Solution(
-        p.copy(), objective(p, unbiased, cost), moved, levels, kkt_residual(p, unbiased, cost)
-    )
