@@ -4,35 +4,30 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from raydpfl.models.metrics.base import Mean, Metric, Total, of_numbers, pair
+from raydpfl.models.metrics.base import MeanLoss, Metric, Total, of_numbers, pair
 from raydpfl.models.tasks import Form
 
 
-class MeanSquaredError(Mean):
+class MeanSquaredError(MeanLoss):
     """The mean of (predicted - actual)^2 over samples and their numbers."""
 
     kind: str = "mse"
 
-    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         predicted, actual = of_numbers(self, form, outputs, y)
         return pair(((predicted - actual) ** 2).sum(), actual.numel())
 
-    def sign(self) -> int:
-        return -1
 
-
-class MeanAbsoluteError(Mean):
+class MeanAbsoluteError(MeanLoss):
     """The mean of |predicted - actual| over samples and their numbers."""
 
     kind: str = "mae"
 
-    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         predicted, actual = of_numbers(self, form, outputs, y)
         return pair((predicted - actual).abs().sum(), actual.numel())
-
-    def sign(self) -> int:
-        return -1
 
 
 class R2(Metric):
@@ -43,7 +38,7 @@ class R2(Metric):
 
     kind: str = "r2"
 
-    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         predicted, actual = of_numbers(self, form, outputs, y)
         errors = ((predicted - actual) ** 2).sum(0)
         center = actual.mean(0)

@@ -2,33 +2,30 @@
 
 import math
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from raydpfl.models.metrics.base import Mean, Total, of_classes, pair
+from raydpfl.models.metrics.base import MeanLoss, Total, of_classes, pair
 from raydpfl.models.tasks import Form
 
 
-class Loss(Mean):
+class Loss(MeanLoss):
     """The mean over samples of the task's loss (`Task.loss`)."""
 
     kind: str = "loss"
 
-    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         return pair(form.task.loss(outputs, y).double().sum(), len(y))
 
-    def sign(self) -> int:
-        return -1
 
-
-class Perplexity(Mean):
+class Perplexity(MeanLoss):
     """The exponential of the mean cross-entropy, in nats, over all samples, or all positions that
     count, each the same: not that of the loss of sequences, which is a mean over samples of means.
     """
 
     kind: str = "perplexity"
 
-    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         scores, y, counts = of_classes(self, form, outputs, y)
         losses = F.cross_entropy(scores, y, reduction="none").double()
         return pair((losses * counts).sum(), counts.sum())
@@ -38,6 +35,3 @@ class Perplexity(Mean):
         if mean is None:
             return None
         return math.exp(mean) if mean < 700 else math.inf
-
-    def sign(self) -> int:
-        return -1
