@@ -210,18 +210,13 @@ def _of_module(module: nn.Module) -> Found:
 
 def check_unhooked(module: nn.Module) -> None:
     """Raises `NoStack` for a layer with hooks."""
-    if _hooked(module):
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
         raise NoStack(f"{type(module).__name__} with hooks is not supported")
-
-
-def _hooked(module: nn.Module) -> bool:
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return any(hooks)
 
 
 def _of_function(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:

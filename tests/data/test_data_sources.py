@@ -70,7 +70,7 @@ def test_torchvision_sets_are_read_in_torchvisions_layout(tmp_path):
         write_idx(tmp_path / "EMNIST" / "raw", prefix, images, labels)
     described = data.parse({"kind": "mnist", "clients": 2})
     assert [name for name, *_ in described.identity(tmp_path)] == list(Mnist.stored)
-    assert data.load(described, 0, tmp_path).describe()["samples"] == 30
+    assert data.Shards.open(data.prepare(described, 0, tmp_path)).describe()["samples"] == 30
     mnist = described.samples(0, tmp_path)
     assert np.array_equal(mnist.x[:, 0], images) and np.array_equal(mnist.test_y, labels)
     emnist = data.parse({"kind": "emnist_digits", "clients": 2}).samples(0, tmp_path)

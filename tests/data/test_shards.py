@@ -312,7 +312,7 @@ def test_rows_that_are_evaluated_begin_where_torchs_own_tensors_do(described):
 def test_the_description_says_what_the_clients_have():
     shards = {"kind": "shards", "per_client": 5}
     keys = {"kind": "fashion_mnist_mini", "clients": 300, "partition": shards}
-    assert data.load(data.parse(keys)).describe() == {
+    assert Shards.open(prepare(data.parse(keys), 0)).describe() == {
         "clients": 300,
         "samples": 9000,
         "test_samples": 2000,
@@ -323,16 +323,15 @@ def test_the_description_says_what_the_clients_have():
     }
     kinds = ({"kind": "iid"}, {"kind": "dirichlet", "psi": 5}, {"kind": "dirichlet", "psi": 0.1})
     shares = [
-        data.load(mini(clients=20, partition=kind)).describe()["commonest_class_per_client"]
-        for kind in kinds
+        Shards.open(prepare(mini(clients=20, partition=kind), 0)).describe() for kind in kinds
     ]
-    shares = [share["median"] for share in shares]
+    shares = [share["commonest_class_per_client"]["median"] for share in shares]
     assert 0.1 < shares[0] < 0.15 < shares[1] < 0.4 < shares[2] <= 1
 
 
 def test_counts_of_classes_are_those_of_the_rows_that_clients_train_on():
     described = synthetic(clients=7, classes=4, sizes={"kind": "power-law"})
-    shards = data.load(described, validation=0.2)
+    shards = Shards.open(prepare(described, 0, validation=0.2))
     counts = shards.class_counts()
     assert counts.shape == (7, 4) and counts.sum(1).tolist() == shards.sizes.tolist()
     for client in range(7):

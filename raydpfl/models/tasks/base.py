@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from raydpfl.config.registry import Member
-from raydpfl.errors import ConfigError
 
 TOKENS = 16  # of made-up inputs at most, so that they have repeats
 
@@ -115,12 +114,6 @@ class Task(Member):
         None: they have to differentiate `loss`.
         """
         return None
-
-    def same_sort(self, other: Task) -> None:
-        """Raises `ConfigError` where `other`, which a config names, takes other targets."""
-        if other.takes != self.takes:
-            expected = f"a task whose targets are those of the data ({self.kind}, or a loss of "
-            raise ConfigError("data.task.kind", other.kind, f"{expected}your own with its base)")
 
 
 @dataclass(frozen=True)
