@@ -15,13 +15,13 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
-from conftest import batches, experiment
+from conftest import batches, experiment, refusal
 
 from raydpfl import data
 from raydpfl.data import Shards, prepare, row_readers, shard_writer
 from raydpfl.data.row_readers import ClientTable, FileRows, GeneratedRows, MappedRows
 from raydpfl.data.shard_files import BATCH_BYTES
-from raydpfl.errors import ConfigError
+from raydpfl.models import tasks
 from raydpfl.runtime.runner import run
 from raydpfl.simulation.resolution import resolve
 
@@ -66,6 +66,21 @@ class Gaps(data.Data):
         return data.Split(np.diff(ends), (2,), 2, rows, lambda: (x, y))
 
 
+class Letters(data.Data):
+    """Tokens with a target at each position."""
+
+    task: tasks.Task = tasks.parse("sequence")
+
+    def split(self, seed, root):
+        ends = np.concatenate([[0], np.cumsum(np.arange(40) % 4 + 2)])
+        x = np.random.default_rng(seed).integers(7, size=(ends[-1], 8))
+        y = np.where(np.arange(8) % 3 == 1, -100, (x + 1) % 4)
+        rows = lambda first, last: (x[ends[first] : ends[last]], y[ends[first] : ends[last]])  # noqa: E731
+        return data.Split(
+            np.diff(ends), (8,), 4, rows, lambda: (x[:9], y[:9]), tokens=7, targets=(8,)
+        )
+
+
 class Repeated(data.Data):
     """Shared samples, written for each client that holds them."""
 
@@ -88,6 +103,7 @@ CASES: dict[str, Callable[[], data.Data]] = {
     "shared": lambda: shared("even"),
     "shared, skewed": lambda: shared("skewed", features={"kind": "pca", "components": 5}),
     "without rows": Gaps,
+    "tokens and targets by position": Letters,
 }
 
 
@@ -95,7 +111,7 @@ def plain_chunk(described, seed, clients, rows):
     """The reference: row by row from the split, in float64."""
     split = described.split(seed, None)
     x = np.zeros((len(clients), rows, *split.shape))
-    y = np.zeros((len(clients), rows))
+    y = np.zeros((len(clients), rows, *split.targets))
     n = np.zeros(len(clients), np.int64)
     channels = (-1, *[1] * (len(split.shape) - 1))
     mean, std = (
@@ -133,7 +149,8 @@ def test_a_chunk_is_the_clients_rows_padded_with_zeros(case, reader):
         picked = [None if slot % 4 == 1 else some for slot, some in enumerate(kept)]
         for some in (None, picked):
             chunk = shards.chunk(clients, rows, some)
-            assert chunk[0].dtype == np.float32 and chunk[2].dtype == np.int64
+            assert chunk[0].dtype == (np.int64 if shards.tokens else np.float32)
+            assert chunk[2].dtype == np.int64
             assert chunk[1].dtype == (np.int64 if shards.classes else np.float32)
             for slot, size in enumerate(n):
                 own = np.arange(size) if some is None or some[slot] is None else some[slot]
@@ -410,7 +427,7 @@ def test_the_same_data_are_prepared_once_and_other_data_in_other_folders(cache, 
 
 
 def test_a_run_that_fails_or_is_refused_leaves_nothing(cache, monkeypatch):
-    with pytest.raises(ConfigError, match=r"data\.clients = 9001"):
+    with refusal(r"data\.clients = 9001"):
         prepare(mini(clients=9001), seed=0)
     assert not cache.exists()
 
@@ -454,7 +471,7 @@ def test_a_killed_run_leaves_no_folder_that_a_later_one_would_use(cache):
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=r"RAYDPFL_CACHE = .*a folder that can be written"):
+    with refusal(r"RAYDPFL_CACHE = .*a folder that can be written"):
         prepare(mini(), seed=0)
 
 
