@@ -10,7 +10,7 @@
 
 A source (`sources`) gives samples, a front end may make columns of them (`features`), a partition
 (`partitions`, with `sizes`) says whose they are, some rows of each client may be held out of
-training (`heldout`), `prepare` writes them once in client order, and `Shards` reads them
+training (`validation_split`), `prepare` writes them once in client order, and `Shards` reads them
 (`shards`). Sources, features, partitions and sizes are families, a file a member. Public to the
 run: shapes, the numbers of clients, of samples per client and of classes. Everything random is
 keyed by (seed, PARTITION) or (seed, DATA, client).

@@ -101,13 +101,6 @@ class Mean(Metric):
         return float(total[0] / total[1]) if total[1] else None
 
 
-class MeanLoss(Mean):
-    """Base of means of which less is better."""
-
-    def sign(self) -> int:
-        return -1
-
-
 def of_classes(
     metric: Metric, form: Form, outputs: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
