@@ -84,16 +84,11 @@ def test_every_shard_has_one_class(labels, clients, per_client):
     assert max(map(len, rows)) <= 1.3 * min(map(len, rows)) + per_client
 
 
-def test_fashion_mnist_gives_3000_clients_five_one_class_shards_of_four():
+def test_fashion_mnist_gives_3000_clients_five_one_class_shards_of_four_at_random():
     labels = np.repeat(np.arange(10), 6000)
     rows = deal("shards", labels, 3000, per_client=5)
     counts = np.array([np.bincount(labels[own], minlength=10) for own in rows])
     assert (counts.sum(1) == 20).all() and (counts % 4 == 0).all()
-
-
-def test_shards_go_to_clients_at_random():
-    labels = np.repeat(np.arange(10), 6000)
-    rows = deal("shards", labels, 3000, per_client=5)
     held = np.mean(classes(rows, labels))
     # 10 (1 - C(13500, 5) / C(15000, 5)) = 4.0952 expected; std of the mean below 0.013; false alarm
     # below 1e-4 at 4 std.

@@ -15,9 +15,10 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
-from conftest import batches, experiment, refusal
+from conftest import batches, experiment, form, refusal
 
 from raydpfl import data
+from raydpfl.check.tasks import random_split
 from raydpfl.data import Shards, prepare, row_readers, shard_writer
 from raydpfl.data.row_readers import ClientTable, FileRows, GeneratedRows, MappedRows
 from raydpfl.data.shard_files import BATCH_BYTES
@@ -56,14 +57,8 @@ def shared(form, **keys):
 class Gaps(data.Data):
     """Clients of 0, 2, 0, 3 and 0 samples, and others without any."""
 
-    kind: str = "gaps"
-
     def split(self, seed, root):
-        ends = [0, 0, 2, 2, 5, *[5] * 36]
-        x = np.arange(10, dtype=np.float32).reshape(5, 2)
-        y = np.arange(5) % 2
-        rows = lambda first, last: (x[ends[first] : ends[last]], y[ends[first] : ends[last]])  # noqa: E731
-        return data.Split(np.diff(ends), (2,), 2, rows, lambda: (x, y))
+        return random_split(form((2,), 2), np.array([0, 2, 0, 3, *[0] * 36]), 5, seed)
 
 
 class Letters(data.Data):
@@ -72,13 +67,8 @@ class Letters(data.Data):
     task: tasks.Task = tasks.parse("sequence")
 
     def split(self, seed, root):
-        ends = np.concatenate([[0], np.cumsum(np.arange(40) % 4 + 2)])
-        x = np.random.default_rng(seed).integers(7, size=(ends[-1], 8))
-        y = np.where(np.arange(8) % 3 == 1, -100, (x + 1) % 4)
-        rows = lambda first, last: (x[ends[first] : ends[last]], y[ends[first] : ends[last]])  # noqa: E731
-        return data.Split(
-            np.diff(ends), (8,), 4, rows, lambda: (x[:9], y[:9]), tokens=7, targets=(8,)
-        )
+        letters = form((8,), 4, self.task, (8,), tokens=7)
+        return random_split(letters, np.arange(40) % 4 + 2, 9, seed)
 
 
 class Repeated(data.Data):
