@@ -222,11 +222,8 @@ def check_unhooked(module: nn.Module) -> None:
 def _of_function(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The (weight, bias) of a call of `torch.nn.functional.linear`."""
     node = call.node
-    sources = [
-        *node.args[1:],
-        *(node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs),
-    ]
-    weight, *bias = (_attribute(call.root, source) for source in sources)
+    named = [node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs]
+    weight, *bias = (_attribute(call.root, source) for source in (*node.args[1:], *named))
     if weight is None:
         raise NoStack("a linear layer without weight is not supported")
     return weight, bias[0] if bias else None
