@@ -2,6 +2,7 @@
 that trains in a second.
 """
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -49,6 +50,19 @@ def _messages():
 def messages(subject: str):
     """What is refused of a subject, with its messages: `tests/messages.yaml`."""
     return _messages()[subject]
+
+
+@contextlib.contextmanager
+def refusal(pattern: str | None = None, begins: str = ""):
+    """Within it a `ConfigError` of one line is raised, in which the pattern is found; `begins`: the
+    beginning of its field and what was expected.
+    """
+    from raydpfl.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=pattern) as caught:
+        yield caught
+    error = caught.value
+    assert "\n" not in str(error) and f"{error.field}: {error.expected}".startswith(begins)
 
 
 def experiment(**sections):

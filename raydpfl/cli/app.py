@@ -820,9 +820,9 @@ def data_describe(
         class_histogram.check(out)
     with _kept(config, trust_code):
         experiment = _read("data describe", config, overrides, ("data",), trust_code)[0]
-        loaded = data.load(
-            experiment.data, experiment.seed, data_root, experiment.evaluate.held_out
-        )
+        held_out = experiment.evaluate.held_out
+        folder = data.prepare(experiment.data, experiment.seed, data_root, validation=held_out)
+        loaded = data.Shards.open(folder)
         counted = experiment.data.counted(data_root)
     for name, value in {**loaded.describe(), **counted}.items():
         if isinstance(value, dict):

@@ -203,6 +203,19 @@ def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[
     return validate(cls, section, values)
 
 
+def choose_each(
+    section: str, values: Any, family: Mapping[str, type[K]], base: type[K]
+) -> tuple[K, ...]:
+    """As `choose`, of a list of kinds and mappings, each kind once."""
+    if not isinstance(values, (list, tuple)):
+        raise ConfigError(section, values, f"a list, of {', '.join(family)} or your own classes")
+    fields = [{"kind": value} if isinstance(value, str) else value for value in values]
+    members = tuple(choose(section, some, family, base) for some in fields)
+    if len({member.kind for member in members}) < len(members):
+        raise ConfigError(section, values, "a list that has each kind once")
+    return members
+
+
 def user_class(kind: str, section: str, base: type[K]) -> type[K]:
     """The class at an import path.
 

@@ -10,7 +10,7 @@
 
 A source (`sources`) gives samples, a front end may make columns of them (`features`), a partition
 (`partitions`, with `sizes`) says whose they are, some rows of each client may be held out of
-training (`heldout`), `prepare` writes them once in client order, and `Shards` reads them
+training (`validation_split`), `prepare` writes them once in client order, and `Shards` reads them
 (`shards`). Sources, features, partitions and sizes are families, a file a member. Public to the
 run: shapes, the numbers of clients, of samples per client and of classes. Everything random is
 keyed by (seed, PARTITION) or (seed, DATA, client).
@@ -37,7 +37,7 @@ from raydpfl.storage.files import data_root
 __all__ = [
     "FAMILY", "FEATURES", "PARTITIONS", "SIZES", "Data", "InMemoryData", "Maker",
     "Partition", "RowReader", "Samples", "Shards", "Sizes", "Split", "Suggestion",
-    "catalogue", "fetch", "load", "parse", "prepare",
+    "catalogue", "fetch", "parse", "prepare",
 ]  # fmt: skip
 
 
@@ -77,13 +77,3 @@ def _class(kind: str) -> type[Data]:
         return user_class(kind, "data", Data)
     expected = f"one of {', '.join(FAMILY)}, or the import path of your own class"
     raise ConfigError("data.kind", kind, expected)
-
-
-def load(
-    data: Data,
-    seed: int = 0,
-    root: Path | None = None,
-    validation: float | Mapping[str, float] = 0.0,
-) -> Shards:
-    """The prepared data, open for reading. The arguments are `prepare`'s."""
-    return Shards.open(prepare(data, seed, root, validation=validation))

@@ -148,17 +148,11 @@ def _json(path: Path) -> pa.Table:
 
 def _arrow(path: Path) -> pa.Table:
     """An Arrow file, or stream."""
-    with pa.memory_map(str(path)) as source:
-        try:
-            return pa.ipc.open_file(source).read_all()
-        except pa.ArrowInvalid:
-            pass
     from pyarrow import feather
 
     with path.open("rb") as file:
-        if file.read(4) == b"\xff\xff\xff\xff":
-            return read_stream(path)
-    return feather.read_table(path)
+        stream = file.read(4) == b"\xff\xff\xff\xff"
+    return read_stream(path) if stream else feather.read_table(path, memory_map=True)
 
 
 def read_stream(path: Path) -> pa.Table:

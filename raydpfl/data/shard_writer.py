@@ -178,11 +178,7 @@ def _write(
     if held:
         write_batch(folder / "held.arrow", pa.record_batch({"rows": counts.validation}))
     unseen = np.flatnonzero(counts.class_rows == 0) if generated is None else np.zeros(0)
-    optional = {
-        "tokens": split.tokens,
-        "targets": list(split.targets),
-        "names": list(split.names),
-    }
+    optional = {"tokens": split.tokens, "targets": list(split.targets), "names": list(split.names)}
     about = {
         "shape": list(split.shape),
         "classes": split.classes,

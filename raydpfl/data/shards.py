@@ -170,11 +170,8 @@ class Shards:
         if counts.max(initial=0) > rows:
             largest = f"client {members[counts.argmax()]} has {counts.max()} samples"
             raise ValueError(f"{largest}, more than the {rows} rows of the chunk")
-        whole = (
-            None
-            if picked and any(some is not None for some in picked)
-            else self.reader.read(members, counts, rows)
-        )
+        in_part = picked is not None and any(some is not None for some in picked)
+        whole = None if in_part else self.reader.read(members, counts, rows)
         shape = (len(members), rows)
         if whole is None:
             x = aligned((*shape, *self.shape), self._dtypes[0])

@@ -68,9 +68,7 @@ class Encoder:
     @property
     def size(self) -> int:
         """Ids are below it."""
-        if isinstance(self.vocabulary, int):
-            return self.vocabulary
-        return FIRST + len(self.vocabulary)
+        return self.vocabulary if isinstance(self.vocabulary, int) else FIRST + len(self.vocabulary)
 
     @cached_property
     def _split(self) -> Callable[[str], Sequence[Any]]:

@@ -45,11 +45,9 @@ def kept(*things: Any) -> dict[str, bytes]:
         parts = thing.named_modules() if isinstance(thing, nn.Module) else [("", thing)]
         for name, part in parts:
             for cls in type(part).__mro__:
-                if (
-                    cls.__module__.partition(".")[0] not in INSTALLED
-                    and cls.__module__ in sys.modules
-                ):
-                    files[cls.__module__] = sys.modules[cls.__module__]
+                file = sys.modules.get(cls.__module__)
+                if file and cls.__module__.partition(".")[0] not in INSTALLED:
+                    files[cls.__module__] = file
                     _take(texts, vars(cls), f"{cls.__qualname__}.")
             if isinstance(part, nn.Module):
                 _take(texts, vars(part), f"{name}." if name else "")

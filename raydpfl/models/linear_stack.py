@@ -210,28 +210,20 @@ def _of_module(module: nn.Module) -> Found:
 
 def check_unhooked(module: nn.Module) -> None:
     """Raises `NoStack` for a layer with hooks."""
-    if _hooked(module):
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
         raise NoStack(f"{type(module).__name__} with hooks is not supported")
-
-
-def _hooked(module: nn.Module) -> bool:
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return any(hooks)
 
 
 def _of_function(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The (weight, bias) of a call of `torch.nn.functional.linear`."""
     node = call.node
-    sources = [
-        *node.args[1:],
-        *(node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs),
-    ]
-    weight, *bias = (_attribute(call.root, source) for source in sources)
+    named = [node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs]
+    weight, *bias = (_attribute(call.root, source) for source in (*node.args[1:], *named))
     if weight is None:
         raise NoStack("a linear layer without weight is not supported")
     return weight, bias[0] if bias else None

@@ -18,7 +18,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-from raydpfl.config.registry import choose, family
+from raydpfl.config.registry import choose_each, family
 from raydpfl.errors import ConfigError
 from raydpfl.tracking.base import Log, Row, Tracked, Tracker
 
@@ -30,13 +30,7 @@ DEFAULT = ("tensorboard",)
 
 def parse(values: Any) -> tuple[Tracker, ...]:
     """The members of a list of kinds and mappings. Raises `ConfigError`."""
-    if not isinstance(values, (list, tuple)):
-        raise ConfigError("track", values, f"a list, of {', '.join(FAMILY)} or your own classes")
-    members = [{"kind": value} if isinstance(value, str) else value for value in values]
-    trackers = tuple(choose("track", member, FAMILY, Tracker) for member in members)
-    if len({tracker.kind for tracker in trackers}) < len(trackers):
-        raise ConfigError("track", values, "a list that has each kind once")
-    return trackers
+    return choose_each("track", values, FAMILY, Tracker)
 
 
 def installed(trackers: Sequence[Tracker]) -> None:

@@ -60,10 +60,7 @@ class _Run(Log):
         if run.id:
             self._client.update_run(run.id, status="RUNNING")
             return
-        tags = {
-            "directory": run.place,
-            **({"sweep": run.group} if run.group else {}),
-        }
+        tags = {"directory": run.place} | ({"sweep": run.group} if run.group else {})
         started = self._client.create_run(experiment, None, tags, run.name)
         self.id = started.info.run_id
         param = self._entities.Param

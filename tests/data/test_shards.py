@@ -15,13 +15,14 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
-from conftest import batches, experiment
+from conftest import batches, experiment, form, refusal
 
 from raydpfl import data
+from raydpfl.check.tasks import random_split
 from raydpfl.data import Shards, prepare, row_readers, shard_writer
 from raydpfl.data.row_readers import ClientTable, FileRows, GeneratedRows, MappedRows
 from raydpfl.data.shard_files import BATCH_BYTES
-from raydpfl.errors import ConfigError
+from raydpfl.models import tasks
 from raydpfl.runtime.runner import run
 from raydpfl.simulation.resolution import resolve
 
@@ -56,14 +57,18 @@ def shared(form, **keys):
 class Gaps(data.Data):
     """Clients of 0, 2, 0, 3 and 0 samples, and others without any."""
 
-    kind: str = "gaps"
+    def split(self, seed, root):
+        return random_split(form((2,), 2), np.array([0, 2, 0, 3, *[0] * 36]), 5, seed)
+
+
+class Letters(data.Data):
+    """Tokens with a target at each position."""
+
+    task: tasks.Task = tasks.parse("sequence")
 
     def split(self, seed, root):
-        ends = [0, 0, 2, 2, 5, *[5] * 36]
-        x = np.arange(10, dtype=np.float32).reshape(5, 2)
-        y = np.arange(5) % 2
-        rows = lambda first, last: (x[ends[first] : ends[last]], y[ends[first] : ends[last]])  # noqa: E731
-        return data.Split(np.diff(ends), (2,), 2, rows, lambda: (x, y))
+        letters = form((8,), 4, self.task, (8,), tokens=7)
+        return random_split(letters, np.arange(40) % 4 + 2, 9, seed)
 
 
 class Repeated(data.Data):
@@ -88,6 +93,7 @@ CASES: dict[str, Callable[[], data.Data]] = {
     "shared": lambda: shared("even"),
     "shared, skewed": lambda: shared("skewed", features={"kind": "pca", "components": 5}),
     "without rows": Gaps,
+    "tokens and targets by position": Letters,
 }
 
 
@@ -95,7 +101,7 @@ def plain_chunk(described, seed, clients, rows):
     """The reference: row by row from the split, in float64."""
     split = described.split(seed, None)
     x = np.zeros((len(clients), rows, *split.shape))
-    y = np.zeros((len(clients), rows))
+    y = np.zeros((len(clients), rows, *split.targets))
     n = np.zeros(len(clients), np.int64)
     channels = (-1, *[1] * (len(split.shape) - 1))
     mean, std = (
@@ -133,7 +139,8 @@ def test_a_chunk_is_the_clients_rows_padded_with_zeros(case, reader):
         picked = [None if slot % 4 == 1 else some for slot, some in enumerate(kept)]
         for some in (None, picked):
             chunk = shards.chunk(clients, rows, some)
-            assert chunk[0].dtype == np.float32 and chunk[2].dtype == np.int64
+            assert chunk[0].dtype == (np.int64 if shards.tokens else np.float32)
+            assert chunk[2].dtype == np.int64
             assert chunk[1].dtype == (np.int64 if shards.classes else np.float32)
             for slot, size in enumerate(n):
                 own = np.arange(size) if some is None or some[slot] is None else some[slot]
@@ -312,7 +319,7 @@ def test_rows_that_are_evaluated_begin_where_torchs_own_tensors_do(described):
 def test_the_description_says_what_the_clients_have():
     shards = {"kind": "shards", "per_client": 5}
     keys = {"kind": "fashion_mnist_mini", "clients": 300, "partition": shards}
-    assert data.load(data.parse(keys)).describe() == {
+    assert Shards.open(prepare(data.parse(keys), 0)).describe() == {
         "clients": 300,
         "samples": 9000,
         "test_samples": 2000,
@@ -323,16 +330,15 @@ def test_the_description_says_what_the_clients_have():
     }
     kinds = ({"kind": "iid"}, {"kind": "dirichlet", "psi": 5}, {"kind": "dirichlet", "psi": 0.1})
     shares = [
-        data.load(mini(clients=20, partition=kind)).describe()["commonest_class_per_client"]
-        for kind in kinds
+        Shards.open(prepare(mini(clients=20, partition=kind), 0)).describe() for kind in kinds
     ]
-    shares = [share["median"] for share in shares]
+    shares = [share["commonest_class_per_client"]["median"] for share in shares]
     assert 0.1 < shares[0] < 0.15 < shares[1] < 0.4 < shares[2] <= 1
 
 
 def test_counts_of_classes_are_those_of_the_rows_that_clients_train_on():
     described = synthetic(clients=7, classes=4, sizes={"kind": "power-law"})
-    shards = data.load(described, validation=0.2)
+    shards = Shards.open(prepare(described, 0, validation=0.2))
     counts = shards.class_counts()
     assert counts.shape == (7, 4) and counts.sum(1).tolist() == shards.sizes.tolist()
     for client in range(7):
@@ -411,7 +417,7 @@ def test_the_same_data_are_prepared_once_and_other_data_in_other_folders(cache, 
 
 
 def test_a_run_that_fails_or_is_refused_leaves_nothing(cache, monkeypatch):
-    with pytest.raises(ConfigError, match=r"data\.clients = 9001"):
+    with refusal(r"data\.clients = 9001"):
         prepare(mini(clients=9001), seed=0)
     assert not cache.exists()
 
@@ -455,7 +461,7 @@ def test_a_killed_run_leaves_no_folder_that_a_later_one_would_use(cache):
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=r"RAYDPFL_CACHE = .*a folder that can be written"):
+    with refusal(r"RAYDPFL_CACHE = .*a folder that can be written"):
         prepare(mini(), seed=0)
 
 

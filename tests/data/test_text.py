@@ -8,18 +8,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import experiment, form, messages
+from conftest import experiment, form, messages, refusal
 
 from raydpfl import data, models, run
 from raydpfl.check.runs import carried_out
 from raydpfl.data import Shards
-from raydpfl.errors import ConfigError
 from raydpfl.methods.local import Sgd
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.resolution import resolve
 from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.minibatches import batches
-from raydpfl.training.trainer import Trainer
 
 PLAY = """A B:
 hello there
@@ -51,7 +49,7 @@ def test_a_play_has_a_client_for_each_speaker_and_the_next_character_for_a_targe
     assert written["A B"] == "hello there\nyou, say:\nno\n\nand so on and on"
     assert written["D"] == "" and set(written) == {"A B", "Cob", "D"}
     shards = Shards.open(data.prepare(described, 0))
-    assert shards.clients == 2 and shards.target.shape == (5,)
+    assert shards.clients == 2 and shards.target.shape == (5,) and shards.unseen == ()
     letters = "".join(shards.target.names)
     assert list(letters) == sorted(set(written["A B"] + written["Cob"]))
     assert shards.tokens == len(letters) + 1 and shards.classes == len(letters)
@@ -110,12 +108,8 @@ def test_a_table_of_texts_is_read_by_client(suffix, tmp_path):
 
 
 def test_clients_with_few_rows_are_left_out_and_of_many_rows_some_are_drawn(tmp_path):
-    np.savez(
-        tmp_path / "t.npz",
-        x=np.arange(60.0)[:, None],
-        label=np.arange(60) % 2,
-        who=np.repeat([0, 1, 2, 3], [5, 30, 1, 24]),
-    )
+    who = np.repeat([0, 1, 2, 3], [5, 30, 1, 24])
+    np.savez(tmp_path / "t.npz", x=np.arange(60.0)[:, None], label=np.arange(60) % 2, who=who)
     keys = {"kind": "table", "train": "t.npz", "test": "t.npz", "x": "x", "client": "who"}
     limits = {"kind": "natural", "least": 5, "most": 12}
     split = data.parse({**keys, "partition": limits}).split(3, tmp_path)
@@ -124,16 +118,14 @@ def test_clients_with_few_rows_are_left_out_and_of_many_rows_some_are_drawn(tmp_
     assert rows[0].tolist() == [0, 1, 2, 3, 4]
     for found, (low, high) in zip(rows[1:], ((5, 35), (36, 60)), strict=True):
         assert len(set(found)) == 12 and low <= found.min() and found.max() < high
-    with pytest.raises(ConfigError, match=r"data.partition.least = 40: expected at most 30"):
+    with refusal(r"data.partition.least = 40: expected at most 30"):
         data.parse({**keys, "partition": {"kind": "natural", "least": 40}}).split(3, tmp_path)
 
 
 @pytest.mark.parametrize(("keys", "message"), messages("texts"))
 def test_text_that_cannot_be_is_refused_in_one_line(keys, message, tmp_path):
-    with pytest.raises(ConfigError) as refused:
+    with refusal(begins=message):
         data.parse(play(tmp_path, **keys)).split(0, tmp_path)
-    error = refused.value
-    assert f"{error.field}: {error.expected}".startswith(message) and "\n" not in str(error)
 
 
 SMALL = {
@@ -154,42 +146,25 @@ def test_models_of_tokens_look_at_no_later_position_and_take_a_target_per_sample
     single = models.build(models.parse(SMALL[kind]), form((6,), 5, tokens=6), 0)
     assert torch.allclose(single(x), module(x)[:, -1], atol=1e-6)
     for wrong in (form((6,), 5), form((2, 6), 5, tokens=6)):
-        with pytest.raises(
-            ConfigError, match=f"model.kind = '{kind}': expected a model for other inputs"
-        ):
+        with refusal(f"model.kind = '{kind}': expected a model for other inputs"):
             models.build(models.parse(SMALL[kind]), wrong, 0)
-    with pytest.raises(
-        ConfigError, match=r"model.kind = 'mlp': expected char_lstm, transformer or one"
-    ):
+    with refusal(r"model.kind = 'mlp': expected char_lstm, transformer or one"):
         models.build(models.parse({"kind": "mlp"}), TOKENS, 0)
 
 
-@pytest.mark.parametrize("clip", [None, 0.3], ids=["plain", "clipped"])
-@pytest.mark.parametrize("kind", SMALL)
-def test_models_of_tokens_train_in_every_way_that_fits_as_the_loop_does(kind, clip, caplog):
+@pytest.mark.parametrize(
+    ("kind", "clip", "backend"),
+    [
+        ("char_lstm", None, "loop"),
+        ("char_lstm", 0.3, "loop"),
+        ("transformer", None, "vmap"),
+        ("transformer", 0.3, "layerwise"),
+    ],
+)
+def test_models_of_tokens_have_the_backend_that_is_known_to_fit(kind, clip, backend):
+    """The contract of models holds every backend that fits against the loop."""
     module = models.build(models.parse(SMALL[kind]), TOKENS, 0)
-    local = Sgd(steps=3, batch=2, lr=0.5)
-    expected = {
-        ("char_lstm", None): "loop", ("char_lstm", 0.3): "loop",
-        ("transformer", None): "vmap", ("transformer", 0.3): "layerwise",
-    }  # fmt: skip
-    assert choose_backend(module, local, TOKENS, clip=clip) == expected[kind, clip]
-    generator = np.random.default_rng(0)
-    x = TOKENS.inputs(15, generator).view(3, 5, 6)
-    y = TOKENS.task.made_up(generator, 15, TOKENS.outputs).view(3, 5, 6)
-    updates = []
-    for backend in (
-        "loop",
-        "vmap",
-        *(["layerwise"] if (kind, clip) == ("transformer", 0.3) else []),
-    ):
-        trainer = Trainer(module, local, backend=backend, seed=0, clip=clip, task=TOKENS.task)
-        chunk = trainer.chunk(
-            models.flatten(module), x, y, [5, 4, 2], t=0, clients=range(3), draws=[0] * 3
-        )
-        updates.append(torch.cat([block.updates for block in chunk]))
-    for other in updates[1:]:
-        assert torch.allclose(other, updates[0], atol=1e-5)
+    assert choose_backend(module, Sgd(steps=3, batch=2), TOKENS, clip=clip) == backend
 
 
 def text_experiment(tmp_path, kind, **sections):

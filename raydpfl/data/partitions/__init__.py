@@ -18,7 +18,7 @@ Partitions that ask for a mixture of classes per client (`dominant-labels`, `cla
 `dirichlet`) meet three demands that rarely agree: the mixture, the sizes, and every sample held
 once. The last two hold exactly; the table of counts [clients, classes] is the one nearest in
 relative entropy to the mixture asked for (iterative proportional fitting, Deming and Stephan 1940),
-rounded to whole samples by a flow on the entries that the mixture allows (`mixture`).
+rounded to whole samples by a flow on the entries that the mixture allows (`label_mixture`).
 """
 
 from raydpfl.config.registry import family

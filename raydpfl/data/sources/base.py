@@ -150,7 +150,10 @@ class Data(Member):
         """Raises `ConfigError` for a task that takes other targets than this source gives: other
         than those of the task of a config that names none.
         """
-        cls.model_fields["task"].default.same_sort(task)
+        usual = cls.model_fields["task"].default
+        if task.takes != usual.takes:
+            expected = f"a task whose targets are those of the data ({usual.kind}, or a loss of "
+            raise ConfigError("data.task.kind", task.kind, f"{expected}your own with its base)")
 
     def split(self, seed: int, root: Path | None) -> Split:
         """The samples and who holds them. Raises `ConfigError` for what the data cannot give;

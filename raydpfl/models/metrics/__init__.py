@@ -23,17 +23,8 @@ from raydpfl.models.metrics.base import Metric, Total
 __all__ = ["FAMILY", "Metric", "Total", "called", "parse", "with_defaults"]
 
 FIRST = (
-    "accuracy",
-    "loss",
-    "top_k",
-    "balanced_accuracy",
-    "f1",
-    "auc",
-    "perplexity",
-    "mse",
-    "mae",
-    "r2",
-)
+    "accuracy", "loss", "top_k", "balanced_accuracy", "f1", "auc", "perplexity", "mse", "mae", "r2",
+)  # fmt: skip
 FAMILY: dict[str, type[Metric]] = family(__name__, Metric, FIRST)
 SECTION = "evaluate.metrics"
 ALWAYS = ("loss", "accuracy")  # every evaluation has these

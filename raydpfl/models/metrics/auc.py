@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from raydpfl.models.metrics.base import Percent, Total, of_classes
 from raydpfl.models.tasks import Form
@@ -21,7 +22,7 @@ class Auc(Percent):
 
     kind: str = "auc"
 
-    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         bits = form.task.bits(outputs, y)
         if bits is not None:
             scores, right = bits
@@ -60,7 +61,7 @@ def _ranks(scores: np.ndarray) -> np.ndarray:
     return (np.cumsum(count) - (count - 1) / 2)[place]
 
 
-def _packed(scores: torch.Tensor, right: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _packed(scores: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     """How many classes, then of each row its scores, whether each is right, and whether it counts;
     float64 [1 + n (2 C + 1)].
     """

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from raydpfl.config.registry import Member
 from raydpfl.core.prng import Purpose, stream
@@ -21,7 +22,7 @@ class Metric(Member):
     targets y, int64 or float32 [B, *form.target.shape], and has a value for all of them.
     """
 
-    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         """What a batch comes to, float64 or int64 [k], on the device of `outputs`; whole numbers
         below 2^53. It must not depend on other batches.
 
@@ -101,8 +102,8 @@ class Mean(Metric):
 
 
 def of_classes(
-    metric: Metric, form: Form, outputs: torch.Tensor, y: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    metric: Metric, form: Form, outputs: Tensor, y: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `Task.classes`. Raises `ConfigError` for a task that has none."""
     classes = form.task.classes(outputs, y)
     if classes is None:
@@ -111,8 +112,8 @@ def of_classes(
 
 
 def of_labels(
-    metric: Metric, form: Form, outputs: torch.Tensor, y: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    metric: Metric, form: Form, outputs: Tensor, y: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """For each class, or label, whether it is chosen, whether it is right, and whether the row
     counts: bool [n, C], [n, C] and [n, 1]. Raises `ConfigError` for a task that has none.
     """
@@ -125,9 +126,7 @@ def of_labels(
     return scores.argmax(1)[:, None] == every, y[:, None] == every, counts[:, None]
 
 
-def of_numbers(
-    metric: Metric, form: Form, outputs: torch.Tensor, y: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def of_numbers(metric: Metric, form: Form, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """See `Task.numbers`, in float64. Raises `ConfigError` for a task that has none."""
     numbers = form.task.numbers(outputs, y)
     if numbers is None:
@@ -136,8 +135,8 @@ def of_numbers(
     return predicted.double(), actual.double()
 
 
-def pair(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
+def pair(total: Tensor, count: Tensor | int) -> Tensor:
     """A sum, [], and of how many, as float64 [2], without waiting for a device."""
-    if not isinstance(count, torch.Tensor):
+    if not isinstance(count, Tensor):
         count = torch.full_like(total, count, dtype=torch.float64)
     return torch.stack([total.double(), count.double()])

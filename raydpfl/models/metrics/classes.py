@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from raydpfl.errors import ConfigError
 from raydpfl.models.metrics.base import Mean, Metric, Percent, Total, of_classes, of_labels, pair
@@ -20,9 +21,9 @@ class Accuracy(Mean, Percent):
 
     kind: str = "accuracy"
 
-    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         right, counted = form.task.right(outputs, y)
-        if not isinstance(right, torch.Tensor):
+        if not isinstance(right, Tensor):
             right = torch.full((), right, device=outputs.device)
         return pair(right, counted)
 
@@ -52,7 +53,7 @@ class TopK(Mean, Percent):
             expected = f"a k below the {form.outputs[-1]} classes"
             raise ConfigError("evaluate.metrics.k", self.k, expected)
 
-    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         scores, y, counts = of_classes(self, form, outputs, y)
         its = scores.gather(1, y[:, None])
         lower = torch.arange(scores.shape[1], device=scores.device) < y[:, None]
@@ -68,7 +69,7 @@ class BalancedAccuracy(Percent):
 
     kind: str = "balanced_accuracy"
 
-    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         chosen, right, counts = of_labels(self, form, outputs, y)
         actual = right & counts
         return torch.cat([(chosen & actual).sum(0), actual.sum(0)])
@@ -101,7 +102,7 @@ class F1(Percent):
         members = {"f1": cls(), "f1_micro": cls(average="micro")}
         return members.get(name)
 
-    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         chosen, right, counts = of_labels(self, form, outputs, y)
         both = (chosen & right & counts).sum(0)
         return torch.cat([both, (chosen & counts).sum(0), (right & counts).sum(0)])
@@ -125,7 +126,7 @@ class ConfusionMatrix(Metric):
 
     kind: str = "confusion_matrix"
 
-    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         scores, y, counts = of_classes(self, form, outputs, y)
         classes = scores.shape[1]
         cells = y * classes + scores.argmax(1)

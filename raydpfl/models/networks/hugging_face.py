@@ -33,11 +33,8 @@ class HuggingFace(Module):
 
 def is_one(module: object) -> bool:
     """Whether an object is such a class."""
-    return (
-        isinstance(module, type)
-        and hasattr(module, "config_class")
-        and issubclass(module, nn.Module)
-    )
+    is_module = isinstance(module, type) and issubclass(module, nn.Module)
+    return is_module and hasattr(module, "config_class")
 
 
 def _scores(outputs: tuple[int, ...], module: nn.Module, inputs: Any, outcome: Any) -> Any:

@@ -30,11 +30,8 @@ class Module(Model):
         try:
             return make(**self.args)
         except RAISED as error:  # a user's constructor may raise anything
-            raise ConfigError(
-                "model.args",
-                self.args,
-                f"what {self.kind} can be called with ({in_line(error)})",
-            ) from None
+            expected = f"what {self.kind} can be called with ({in_line(error)})"
+            raise ConfigError("model.args", self.args, expected) from None
 
 
 def factory(path: str) -> Callable[..., Any]:

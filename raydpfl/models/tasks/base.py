@@ -7,13 +7,13 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from raydpfl.config.registry import Member
-from raydpfl.errors import ConfigError
 
 TOKENS = 16  # of made-up inputs at most, so that they have repeats
 
-Count = torch.Tensor | int
+Count = Tensor | int
 Closed = Literal["softmax", "squares"]
 
 
@@ -44,7 +44,7 @@ class Task(Member):
         """The shape of a model's outputs for one sample."""
         raise NotImplementedError
 
-    def loss(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """The loss of each sample, [B], differentiable by `outputs`. It must not mix samples."""
         raise NotImplementedError
 
@@ -52,32 +52,26 @@ class Task(Member):
         """The scores that are given by default, the one to follow a run by first."""
         return ("loss",)
 
-    def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[Count, Count]:
+    def right(self, outputs: Tensor, y: Tensor) -> tuple[Count, Count]:
         """How many targets of the batch are met, of how many that count, as whole numbers or as
         tensors [], for which a GPU need not be waited for; (0, 0): there is no such thing as an
         accuracy.
         """
         return 0, 0
 
-    def classes(
-        self, outputs: torch.Tensor, y: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def classes(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Where one of several classes is right: for each sample or position a score for each class
         float32 [n, C], the class int64 [n], below C, and whether it counts, bool [n].
         """
         return None
 
-    def bits(
-        self, outputs: torch.Tensor, y: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def bits(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
         """Where any of several labels are right: for each sample a score for each, above 0 for yes,
         float32 [B, L], and whether it is right, bool [B, L].
         """
         return None
 
-    def numbers(
-        self, outputs: torch.Tensor, y: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def numbers(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
         """Where numbers are predicted: those, and those that they are to be, float32 [B, k]."""
         return None
 
@@ -110,7 +104,7 @@ class Task(Member):
 
     def made_up(
         self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Random targets of some rows for a model with outputs of this shape for a sample."""
         raise NotImplementedError
 
@@ -120,12 +114,6 @@ class Task(Member):
         None: they have to differentiate `loss`.
         """
         return None
-
-    def same_sort(self, other: Task) -> None:
-        """Raises `ConfigError` where `other`, which a config names, takes other targets."""
-        if other.takes != self.takes:
-            expected = f"a task whose targets are those of the data ({self.kind}, or a loss of "
-            raise ConfigError("data.task.kind", other.kind, f"{expected}your own with its base)")
 
 
 @dataclass(frozen=True)
@@ -154,7 +142,7 @@ class Form:
         """Of inputs."""
         return "int64" if self.tokens else "float32"
 
-    def inputs(self, rows: int, generator: np.random.Generator | None = None) -> torch.Tensor:
+    def inputs(self, rows: int, generator: np.random.Generator | None = None) -> Tensor:
         """Made-up inputs [rows, *shape]: zeros, or drawn evenly from all there are (from [0, 1)
         where they are float32).
         """

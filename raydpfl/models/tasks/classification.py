@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from raydpfl.errors import ConfigError
 from raydpfl.models.tasks.base import Closed, Count, Target, Task
@@ -26,18 +27,16 @@ class Classification(Task):
     def outputs(self, target: Target) -> tuple[int, ...]:
         return (target.classes,)
 
-    def loss(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(outputs, y, reduction="none")
 
     def scores(self) -> tuple[str, ...]:
         return ("accuracy", "loss")
 
-    def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[Count, Count]:
+    def right(self, outputs: Tensor, y: Tensor) -> tuple[Count, Count]:
         return (outputs.argmax(1) == y).sum(), len(y)
 
-    def classes(
-        self, outputs: torch.Tensor, y: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def classes(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         return outputs, y, torch.ones_like(y, dtype=torch.bool)
 
     def targets(
@@ -55,7 +54,7 @@ class Classification(Task):
 
     def made_up(
         self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return torch.from_numpy(generator.integers(outputs[-1], size=rows))
 
     def closed(self) -> Closed | None:

@@ -4,6 +4,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from raydpfl.errors import ConfigError
 from raydpfl.models.tasks.base import Count, Target, Task
@@ -22,7 +23,7 @@ class MultiLabel(Task):
     def outputs(self, target: Target) -> tuple[int, ...]:
         return target.shape
 
-    def loss(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         # the log-softmax of (0, z) by hand: torch's own form uses log1p, whose value depends on the
         # position in the tensor, and so would the bits
         log_p = torch.log_softmax(torch.stack([torch.zeros_like(outputs), outputs], -1), -1)
@@ -32,12 +33,10 @@ class MultiLabel(Task):
     def scores(self) -> tuple[str, ...]:
         return ("accuracy", "loss")
 
-    def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[Count, Count]:
+    def right(self, outputs: Tensor, y: Tensor) -> tuple[Count, Count]:
         return ((outputs > 0) == (y > 0.5)).sum(), y.numel()
 
-    def bits(
-        self, outputs: torch.Tensor, y: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def bits(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
         return outputs, y > 0.5
 
     def targets(
@@ -63,7 +62,7 @@ class MultiLabel(Task):
 
     def made_up(
         self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return torch.from_numpy(generator.integers(2, size=(rows, *outputs))).float()
 
 

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from raydpfl.errors import ConfigError
 from raydpfl.models.tasks.base import Closed, Target, Task
@@ -20,13 +21,11 @@ class Regression(Task):
     def outputs(self, target: Target) -> tuple[int, ...]:
         return (prod(target.shape),)
 
-    def loss(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         squares = F.mse_loss(outputs.reshape(y.shape), y, reduction="none")
         return (squares.flatten(1).mean(1) if y.dim() > 1 else squares) / 2
 
-    def numbers(
-        self, outputs: torch.Tensor, y: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def numbers(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
         return outputs.reshape(len(y), -1), y.reshape(len(y), -1)
 
     def targets(
@@ -48,7 +47,7 @@ class Regression(Task):
 
     def made_up(
         self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
-    ) -> torch.Tensor:
+    ) -> Tensor:
         shape = (rows,) if outputs == (1,) else (rows, *outputs)
         return torch.from_numpy(generator.random(shape)).float()
 

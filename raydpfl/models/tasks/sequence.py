@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from raydpfl.errors import ConfigError
 from raydpfl.models.tasks.base import Count, Target, Task
@@ -30,7 +31,7 @@ class Sequence(Task):
     def outputs(self, target: Target) -> tuple[int, ...]:
         return (*target.shape, target.classes)
 
-    def loss(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         flat = F.cross_entropy(
             outputs.flatten(0, -2), y.flatten(), ignore_index=self.ignore, reduction="none"
         )
@@ -40,13 +41,11 @@ class Sequence(Task):
     def scores(self) -> tuple[str, ...]:
         return ("accuracy", "perplexity", "loss")
 
-    def right(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[Count, Count]:
+    def right(self, outputs: Tensor, y: Tensor) -> tuple[Count, Count]:
         counted = y != self.ignore
         return ((outputs.argmax(-1) == y) & counted).sum(), counted.sum()
 
-    def classes(
-        self, outputs: torch.Tensor, y: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def classes(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         flat = y.flatten()
         counted = flat != self.ignore
         return outputs.flatten(0, -2), flat.where(counted, 0), counted
@@ -77,7 +76,7 @@ class Sequence(Task):
 
     def made_up(
         self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
-    ) -> torch.Tensor:
+    ) -> Tensor:
         y = generator.integers(outputs[-1], size=(rows, *outputs[:-1]))
         y[:, 1::3] = self.ignore
         return torch.from_numpy(y)

@@ -1,38 +1,70 @@
-"""Errors of predicted numbers."""
+"""Losses, errors of predicted numbers, and what part of their variance is explained."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from raydpfl.models.metrics.base import Mean, Metric, Total, of_numbers, pair
+from raydpfl.models.metrics.base import Mean, Metric, Total, of_classes, of_numbers, pair
 from raydpfl.models.tasks import Form
 
 
-class MeanSquaredError(Mean):
+class MeanLoss(Mean):
+    """Base of means of which less is better."""
+
+    def sign(self) -> int:
+        return -1
+
+
+class Loss(MeanLoss):
+    """The mean over samples of the task's loss (`Task.loss`)."""
+
+    kind: str = "loss"
+
+    def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
+        return pair(form.task.loss(outputs, y).double().sum(), len(y))
+
+
+class Perplexity(MeanLoss):
+    """The exponential of the mean cross-entropy, in nats, over all samples, or all positions that
+    count, each the same: not that of the loss of sequences, which is a mean over samples of means.
+    """
+
+    kind: str = "perplexity"
+
+    def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
+        scores, y, counts = of_classes(self, form, outputs, y)
+        losses = F.cross_entropy(scores, y, reduction="none").double()
+        return pair((losses * counts).sum(), counts.sum())
+
+    def value(self, total: Total) -> float | None:
+        mean = super().value(total)
+        if mean is None:
+            return None
+        return math.exp(mean) if mean < 700 else math.inf
+
+
+class MeanSquaredError(MeanLoss):
     """The mean of (predicted - actual)^2 over samples and their numbers."""
 
     kind: str = "mse"
 
-    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         predicted, actual = of_numbers(self, form, outputs, y)
         return pair(((predicted - actual) ** 2).sum(), actual.numel())
 
-    def sign(self) -> int:
-        return -1
 
-
-class MeanAbsoluteError(Mean):
+class MeanAbsoluteError(MeanLoss):
     """The mean of |predicted - actual| over samples and their numbers."""
 
     kind: str = "mae"
 
-    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         predicted, actual = of_numbers(self, form, outputs, y)
         return pair((predicted - actual).abs().sum(), actual.numel())
-
-    def sign(self) -> int:
-        return -1
 
 
 class R2(Metric):
@@ -43,7 +75,7 @@ class R2(Metric):
 
     kind: str = "r2"
 
-    def sums(self, form: Form, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         predicted, actual = of_numbers(self, form, outputs, y)
         errors = ((predicted - actual) ** 2).sum(0)
         center = actual.mean(0)
