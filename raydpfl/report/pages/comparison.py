@@ -34,7 +34,7 @@ from raydpfl.report.labels import (
 from raydpfl.report.pages.run import RunSource, guarantee_row, run_sections, state, unasked
 from raydpfl.report.plot_style import PALETTE
 from raydpfl.report.run_reader import LabelledRun, Run, grouped, largest_held, largest_stated
-from raydpfl.report.statistics import SeedSpread, over_seeds
+from raydpfl.report.statistics import SeedSpread, SeedValues
 from raydpfl.report.tables import Row, Table
 
 # Of `data`, what decides which client has which rows, and how a row is put: not which there are.
@@ -108,7 +108,7 @@ class SeedGroup:
 
     def spread(self, name: str) -> SeedSpread:
         """A number of the last round, over the runs."""
-        return over_seeds({place: last(run, name) for place, run in enumerate(self.runs)})
+        return SeedValues({at: last(run, name) for at, run in enumerate(self.runs)}).spread()
 
     @property
     def epsilon(self) -> float | None:
