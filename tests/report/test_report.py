@@ -23,7 +23,6 @@ from raydpfl.errors import ConfigError
 from raydpfl.privacy import TradeOff
 from raydpfl.report import write
 from raydpfl.report.figures import Missing, Plot, parse
-from raydpfl.report.figures.confusion import matrix_of
 from raydpfl.report.figures.round_timing import PHASES
 from raydpfl.report.html import Page, PageSection, render
 from raydpfl.report.labels import Quantity
@@ -249,12 +248,15 @@ def test_a_confusion_matrix_is_that_of_the_last_evaluation_and_of_all_seeds(tmp_
     both = {name: [*early[name], *late[name]] for name in late}
     pq.write_table(pa.table(both), path)
     one = Run(folder, "one")
-    found = matrix_of([one, one], "test_confusion_matrix")
-    assert found.counts.tolist() == [[12, 4, 0], [0, 10, 0], [6, 0, 0]]
-    assert found.shares().tolist() == [[0.75, 0.25, 0], [0, 1, 0], [1, 0, 0]]
-    assert (found.round, found.names) == (ROUNDS - 1, ["left", "right", "a very l.."])
-    item = parse({"confusion": "validation"}, "study.show[0]")
-    (left_out,) = item.make([LabelledRun({"run": "one"}, one)])
+    cases = [LabelledRun({"run": "one"}, one)] * 2
+    (drawing,) = parse({"confusion": "test"}, "study.show[0]").make(cases)
+    assert f"(round {ROUNDS}). Samples of all seeds together." in drawing.caption
+    (axes,) = whole(drawing).axes
+    shares = axes.collections[0].get_array()
+    assert shares.tolist() == [[0.75, 0.25, 0], [0, 1, 0], [1, 0, 0]]
+    names = [each.get_text() for each in axes.get_yticklabels()]
+    assert names == ["left", "right", "a very l.."]
+    (left_out,) = parse({"confusion": "validation"}, "study.show[0]").make(cases)
     assert isinstance(left_out, Missing) and "evaluate.metrics: [confusion_matrix]" in left_out.why
 
 
