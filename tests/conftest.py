@@ -149,6 +149,27 @@ def complain(typed):
 
 
 @pytest.fixture
+def small(tmp_path):
+    """The small experiment in a file."""
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    return path
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    """Makes a module of a user's own, in a directory from which it is imported."""
+
+    def make(name: str, source: str) -> Path:
+        monkeypatch.syspath_prepend(tmp_path)
+        path = tmp_path / f"{name}.py"
+        path.write_text(source)
+        return path
+
+    return make
+
+
+@pytest.fixture
 def one_thread():
     """As in an actor."""
     import torch

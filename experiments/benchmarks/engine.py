@@ -83,27 +83,30 @@ class Worker:
 
 
 class Engine(Worker):
+    clip: float | None = None  # the bound on every sample's gradient
+
     def __init__(self, work: Work, width: int, share: int, processes: int):
         tune_allocator()
         super().__init__(work, width, share, processes)
-        self.trainer = Trainer(
-            self.module,
-            work.local,
-            backend=choose_backend(self.module, work.local, FORM),
-            seed=SEED,
-        )
+        backend = choose_backend(self.module, work.local, FORM, clip=self.clip)
+        self.trainer = Trainer(self.module, work.local, backend=backend, seed=SEED, clip=self.clip)
+
+    def stds(self, t: int) -> np.ndarray | None:
+        """Those of the noise on each client's mean gradients, float64 [width]; None for none."""
+        return None
 
     def train(self, t: int) -> torch.Tensor:
         total = torch.zeros(len(self.model), dtype=torch.float64)
-        for clients, x, y, sizes in zip(self.chunks, self.x, self.y, self.sizes, strict=True):
-            for block in self.trainer.chunk(
-                self.model, x, y, sizes, t=t, clients=clients, draws=self.draws
-            ):
+        common = {"t": t, "draws": self.draws, "stds": self.stds(t)}
+        for clients, *rows in zip(self.chunks, self.x, self.y, self.sizes, strict=True):
+            for block in self.trainer.chunk(self.model, *rows, clients=clients, **common):
                 total.add_(block.updates.sum(0, dtype=torch.float64), alpha=1 / self.work.cohort)
         return total
 
 
 class Reference(Worker):
+    """One client after another, by a plain loop."""
+
     def prepare(self, t: int) -> None:
         self.batches = [
             batches(SEED, t, chunk, self.draws, sizes, self.work.local)[0]
@@ -111,27 +114,25 @@ class Reference(Worker):
         ]
 
     def train(self, t: int) -> torch.Tensor:
-        local = self.work.local
         total = torch.zeros(len(self.model), dtype=torch.float64)
-        for clients, xs, ys, index in zip(self.chunks, self.x, self.y, self.batches, strict=True):
+        for clients, *arrays in zip(self.chunks, self.x, self.y, self.batches, strict=True):
             for slot in np.flatnonzero(clients >= 0):
-                x = torch.from_numpy(xs[slot])
-                y = torch.from_numpy(ys[slot])
-                rows = torch.from_numpy(index[slot])
-                models.load(self.module, self.model)
-                optimizer = torch.optim.SGD(
-                    self.module.parameters(),
-                    lr=local.learning_rate(t),
-                    weight_decay=local.weight_decay,
-                )
-                for batch in rows:
-                    optimizer.zero_grad()
-                    F.cross_entropy(self.module(x[batch]), y[batch]).backward()
-                    optimizer.step()
-                total.add_(
-                    (models.flatten(self.module) - self.model).double(), alpha=1 / self.work.cohort
-                )
+                x, y, rows = (torch.from_numpy(each[slot]) for each in arrays)
+                update = (self.client(x, y, rows, t) - self.model).double()
+                total.add_(update, alpha=1 / self.work.cohort)
         return total
+
+    def client(self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, t: int) -> torch.Tensor:
+        """The client's model after its steps, flat."""
+        local = self.work.local
+        models.load(self.module, self.model)
+        settings = {"lr": local.learning_rate(t), "weight_decay": local.weight_decay}
+        optimizer = torch.optim.SGD(self.module.parameters(), **settings)
+        for batch in rows:
+            optimizer.zero_grad()
+            F.cross_entropy(self.module(x[batch]), y[batch]).backward()
+            optimizer.step()
+        return models.flatten(self.module)
 
 
 def serve(connection: Connection, side: type[Worker], *arguments: object) -> None:

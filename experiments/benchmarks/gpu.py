@@ -282,13 +282,11 @@ def two_actors(options: argparse.Namespace, out: Path) -> bool:
     """Whether two actors, each with half of the GPU, give the bits of a run inline."""
     chunk = {"chunk": max(1, min(50, options.clients) // 2)}
     share = 0 if options.cpu else 0.5
-    hashes = {
-        run(experiment(options, 2, **chunk, **how), out / str(how["actors"])).summary[
-            "model_sha256"
-        ]
+    runs = (
+        run(experiment(options, 2, **chunk, **how), out / str(how["actors"]))
         for how in ({"actors": 0}, {"actors": 2, "num_gpus": share})
-    }
-    return len(hashes) == 1
+    )
+    return len({each.summary["model_sha256"] for each in runs}) == 1
 
 
 def compared(options: argparse.Namespace, folder: Path, ours: float) -> Iterator[dict[str, Any]]:

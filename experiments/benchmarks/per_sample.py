@@ -22,16 +22,12 @@ from statistics import median
 import numpy as np
 import torch
 import torch.nn.functional as F
-from engine import BLOCK, FORM, SEED, Work, Worker, distance, started, timed, turn
+from engine import BLOCK, Engine, Reference, Work, Worker, distance, started, timed, turn
 from torch.func import functional_call, grad, vmap
 
 from raydpfl import models
 from raydpfl.methods.local import Sgd
 from raydpfl.simulation.scheduler import chunk_width
-from raydpfl.training.backend_choice import choose_backend
-from raydpfl.training.minibatches import batches
-from raydpfl.training.process_settings import tune_allocator
-from raydpfl.training.trainer import Trainer
 
 WORK = {
     "softmax": Work("softmax", 10, 600, Sgd(steps=50, batch=10, lr=0.1)),
@@ -48,54 +44,11 @@ def std(t: int) -> float:
     return STD if t >= BLOCK else 0.0
 
 
-class Engine(Worker):
-    def __init__(self, work: Work, width: int, share: int, processes: int):
-        tune_allocator()
-        super().__init__(work, width, share, processes)
-        backend = choose_backend(self.module, work.local, FORM, clip=CLIP)
-        self.trainer = Trainer(self.module, work.local, backend=backend, seed=SEED, clip=CLIP)
+class Private(Engine):
+    clip = CLIP
 
-    def train(self, t: int) -> torch.Tensor:
-        total = torch.zeros(len(self.model), dtype=torch.float64)
-        for clients, x, y, sizes in zip(self.chunks, self.x, self.y, self.sizes, strict=True):
-            chunk = self.trainer.chunk(
-                self.model,
-                x,
-                y,
-                sizes,
-                t=t,
-                clients=clients,
-                draws=self.draws,
-                stds=np.full(self.width, std(t)) if t < QUIET else None,
-            )
-            for block in chunk:
-                total.add_(block.updates.sum(0, dtype=torch.float64), alpha=1 / self.work.cohort)
-        return total
-
-
-class Reference(Worker):
-    def prepare(self, t: int) -> None:
-        self.batches = [
-            batches(SEED, t, chunk, self.draws, sizes, self.work.local)[0]
-            for chunk, sizes in zip(self.chunks, self.sizes, strict=True)
-        ]
-
-    def train(self, t: int) -> torch.Tensor:
-        total = torch.zeros(len(self.model), dtype=torch.float64)
-        for clients, xs, ys, index in zip(self.chunks, self.x, self.y, self.batches, strict=True):
-            for slot in np.flatnonzero(clients >= 0):
-                x = torch.from_numpy(xs[slot])
-                y = torch.from_numpy(ys[slot])
-                rows = torch.from_numpy(index[slot])
-                total.add_(
-                    (self.client(x, y, rows, t) - self.model).double(),
-                    alpha=1 / self.work.cohort,
-                )
-        return total
-
-    def client(self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, t: int) -> torch.Tensor:
-        """The client's model after its steps, flat."""
-        raise NotImplementedError
+    def stds(self, t: int) -> np.ndarray | None:
+        return np.full(self.width, std(t)) if t < QUIET else None
 
 
 class Vmap(Reference):
@@ -113,17 +66,12 @@ class Vmap(Reference):
         parameters = {
             name: parameter.detach().clone() for name, parameter in self.module.named_parameters()
         }
+        sizes = [each.numel() for each in parameters.values()]
         for batch in rows:
             gradients = self.each(parameters, x[batch], y[batch])
-            norms = torch.stack([each.flatten(1).norm(dim=1) for each in gradients.values()]).norm(
-                dim=0
-            )
-            factors = (CLIP / norms).clamp(max=1) / len(batch)
-            noise = (
-                torch.randn(len(self.model))
-                .mul_(std(t))
-                .split([each.numel() for each in parameters.values()])
-            )
+            norms = torch.stack([each.flatten(1).norm(dim=1) for each in gradients.values()])
+            factors = (CLIP / norms.norm(dim=0)).clamp(max=1) / len(batch)
+            noise = torch.randn(len(self.model)).mul_(std(t)).split(sizes)
             for (name, each), drawn in zip(gradients.items(), noise, strict=True):
                 step = torch.tensordot(factors, each, 1).add_(drawn.view(each.shape[1:]))
                 parameters[name].sub_(step, alpha=self.work.local.lr)
@@ -172,7 +120,7 @@ def noise_shares(connections: list[Connection], first: int) -> list[float]:
 
 
 def compare(name: str, rounds: int, width: int, processes: int, against: list[str]) -> None:
-    seconds: dict[type[Worker], list[float]] = {Engine: []}
+    seconds: dict[type[Worker], list[float]] = {Private: []}
     shares: list[float] = []
     if "vmap" in against:
         seconds[Vmap] = []
@@ -184,13 +132,13 @@ def compare(name: str, rounds: int, width: int, processes: int, against: list[st
             sums: dict[type[Worker], list[np.ndarray]] = {}
             for side, connections in sides.items():
                 took, sums[side] = turn(connections, first)
-                if side is Engine and first:
+                if side is Private and first:
                     shares += noise_shares(connections, first)
                 if first:
                     seconds[side] += took
                 else:  # without noise
-                    apart[side] = distance(sums[Engine], sums[side])
-    engine = median(seconds.pop(Engine))
+                    apart[side] = distance(sums[Private], sums[side])
+    engine = median(seconds.pop(Private))
     print(f"{name:8} engine {engine * 1e3:8.1f} ms   noise {median(shares):.0%}")
     for side, all_seconds in seconds.items():
         reference = median(all_seconds)

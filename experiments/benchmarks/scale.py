@@ -37,25 +37,10 @@ def run(
     config = folder / f"{clients}.yaml"
     config.write_text(CONFIG.format(clients=clients))
     out = folder / f"{clients}-{name}"
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "raydpfl",
-            "run",
-            str(config),
-            f"rounds={rounds}",
-            f"client.actors={actors}",
-            "--out",
-            str(out),
-            "--quiet",
-        ],
-        check=True,
-    )
-    summary = json.loads((out / "summary.json").read_text())
-    return pq.read_table(out / "rounds.parquet")["seconds"].to_numpy()[5:], summary[
-        "peak_rss_mb_by_process"
-    ]
+    asked = [config, f"rounds={rounds}", f"client.actors={actors}", "--out", out, "--quiet"]
+    subprocess.run([sys.executable, "-m", "raydpfl", "run", *asked], check=True)
+    memory = json.loads((out / "summary.json").read_text())["peak_rss_mb_by_process"]
+    return pq.read_table(out / "rounds.parquet")["seconds"].to_numpy()[5:], memory
 
 
 def show(name: str, small: float, large: float, digits: int) -> None:

@@ -71,7 +71,10 @@ def main() -> None:
     plan = resolve(Experiment.from_dict(tree(options)))
     seconds: dict[str, list[float]] = {name: [] for name in ("none", "one", "two", "1", "2")}
     with tempfile.TemporaryDirectory() as folder:
-        runs = {name: started(plan, Path(folder) / name) for name in ("none", "one", "two")}
+        runs = {
+            name: started(plan, Path(folder) / name, actors, Repeated)
+            for actors, name in enumerate(("none", "one", "two"))
+        }
         pool = runs["two"].pool
         assert isinstance(pool, Repeated)
         for block in range(1 + -(-options.rounds // BLOCK)):
@@ -98,14 +101,12 @@ def timed(coordinator: Coordinator) -> float:
     return time.perf_counter() - began
 
 
-def started(plan: Plan, out: Path) -> Coordinator:
-    """A coordinator of the plan with the actors that its directory is called after."""
+def started(plan: Plan, out: Path, actors: int, kind: type[ActorPool] = ActorPool) -> Coordinator:
+    """A coordinator of the plan with so many client actors, in a pool of this kind."""
     out.mkdir()
-    count = ("none", "one", "two").index(out.name)
     pool = None
-    if count:
-        platform = plan.platform
-        pool = Repeated(plan.experiment, str(plan.shards), count, platform)
+    if actors:
+        pool = kind(plan.experiment, str(plan.shards), actors, plan.platform)
         pool.wait_until_up(lambda: None)
     coordinator = Coordinator(plan, str(out), pool)
     coordinator.start()

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 import ray
+from two_actors import started
 
 from raydpfl import Experiment, models
-from raydpfl.runtime.actor_pool import ActorPool
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.resolution import resolve
@@ -133,7 +133,7 @@ def measured(
     largest client of a round takes alone, by what a round of equal ones takes.
     """
     clock = time.perf_counter if options.actors else time.process_time
-    runs = [started(config, folder, name, options) for name in ("equal", options.sizes)]
+    runs = [run_of(config, folder, name, options) for name in ("equal", options.sizes)]
     rates: list[list[float]] = [[], []]
     shares = []
     begun = time.perf_counter()
@@ -156,19 +156,12 @@ def measured(
     return runs[0].experiment.client.backend, [found[WARM:] for found in rates], alone
 
 
-def started(config: dict, folder: Path, name: str, options: argparse.Namespace) -> Coordinator:
+def run_of(config: dict, folder: Path, name: str, options: argparse.Namespace) -> Coordinator:
+    """A run of a case with sizes of this name."""
     data = {**config["data"], "sizes": SIZES[name]}
     client = {**config.get("client", {}), "actors": options.actors}
     plan = resolve(Experiment.from_dict({**config, "data": data, "client": client}))
-    (folder / name).mkdir()
-    pool = None
-    if options.actors:
-        platform = plan.platform
-        pool = ActorPool(plan.experiment, str(plan.shards), options.actors, platform)
-        pool.wait_until_up(lambda: None)
-    run = Coordinator(plan, str(folder / name), pool)
-    run.start()
-    return run
+    return started(plan, folder / name, options.actors)
 
 
 def largest(run: Coordinator, t: int) -> float:

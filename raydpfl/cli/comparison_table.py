@@ -54,8 +54,7 @@ def notes(compared: Compared) -> Iterator[str]:
         yield f"The best {ROWS} of {len(settings)} settings; the page has all."
     if any(len(setting.runs) > 1 for setting in settings):
         yield "Means and sample standard deviations over the seeds; of epsilons the largest."
-    if compared.mixed:
-        yield f"The epsilons are not of one kind. They differ in {compared.mixed}."
+    yield from compared.mixed
     if any(setting.private for setting in settings):
         yield EACH_ALONE
 

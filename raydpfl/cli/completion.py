@@ -7,7 +7,7 @@ them is kept in the cache; a config is read as YAML alone, and nothing that it n
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,13 @@ def kinds(incomplete: str) -> list[str]:
     for family in every:
         if names == [family] or incomplete.startswith(family):
             names += [f"{family}.{kind}" for kind in every[family] if kind]
-    return [name for name in names if name.startswith(incomplete)]
+    return _matches(names, incomplete)
 
 
 def members(incomplete: str) -> list[str]:
     """For `raydpfl check`: the members that come with the project, as `family:kind`."""
     names = [f"{family}:{kind}" for family, kinds in fields().items() for kind in kinds if kind]
-    return [name for name in names if name.startswith(incomplete)]
+    return _matches(names, incomplete)
 
 
 def after_colon(context: typer.Context, incomplete: str) -> list[str]:
@@ -48,26 +48,17 @@ def after_colon(context: typer.Context, incomplete: str) -> list[str]:
     words = context.params.get("overrides") or []
     if (words and words != [":"]) or (not words and incomplete != ":"):
         return []
-    keys = fields().get(context.params.get("member", ""), {})
-    return [kind for kind in keys if kind.startswith(incomplete.strip(":"))]
+    return _matches(fields().get(context.params.get("member", ""), {}), incomplete.strip(":"))
 
 
 def of_family(family: str) -> Callable[[str], list[str]]:
     """What completes the members of one family."""
-
-    def complete(incomplete: str) -> list[str]:
-        return [name for name in fields()[family] if name.startswith(incomplete)]
-
-    return complete
+    return lambda incomplete: _matches(fields()[family], incomplete)
 
 
 def one_of(*words: str) -> Callable[[str], list[str]]:
     """What completes one of these words."""
-
-    def complete(incomplete: str) -> list[str]:
-        return [word for word in words if word.startswith(incomplete)]
-
-    return complete
+    return lambda incomplete: _matches(words, incomplete)
 
 
 def studies(incomplete: str) -> list[str]:
@@ -75,7 +66,12 @@ def studies(incomplete: str) -> list[str]:
     paths = (Path(raydpfl.__file__).parent / "sweep" / "study" / "papers").glob("*/*.yaml")
     ids = sorted(f"{path.parent.name}/{path.stem}" for path in paths)
     papers = dict.fromkeys(study_id.partition("/")[0] for study_id in ids)
-    return [name for name in (*papers, *ids, "all") if name.startswith(incomplete)]
+    return _matches((*papers, *ids, "all"), incomplete)
+
+
+def _matches(words: Iterable[str], incomplete: str) -> list[str]:
+    """Those of the words that begin with what is there."""
+    return [word for word in words if word.startswith(incomplete)]
 
 
 def overrides(context: typer.Context, incomplete: str) -> list[str]:
@@ -91,14 +87,14 @@ def overrides(context: typer.Context, incomplete: str) -> list[str]:
     offered = dict(_offered(tree))
     before = words[:-1] if words[-1:] == ["="] else words  # typer leaves out one that comes last
     if before and before[-1] in offered and not (before is words and incomplete):
-        return [value for value in offered[before[-1]] if value.startswith(incomplete)]
+        return _matches(offered[before[-1]], incomplete)
     key, sign, start = incomplete.partition("=")
     if not sign:
-        offers = [f"{each}=" for each in offered if each.startswith(key)]
+        offers = [f"{each}=" for each in _matches(offered, key)]
         if len(offers) > 1:
             return offers
         key = offers[0].strip("=") if offers else key  # with its values no shell ends the word
-    values = [f"{key}={value}" for value in offered.get(key, ()) if value.startswith(start)]
+    values = [f"{key}={value}" for value in _matches(offered.get(key, ()), start)]
     return values if sign else [*offers, *values]
 
 

@@ -20,6 +20,7 @@ from raydpfl.cli import guarantee_table
 from raydpfl.models import metric_columns
 from raydpfl.privacy import Guarantee, column, holding
 from raydpfl.privacy.guarantee import DECLARED, KINDS
+from raydpfl.report.run_reader import grouped
 from raydpfl.runtime.runner import FIRST, RunResult
 from raydpfl.simulation.plan import Plan
 
@@ -245,27 +246,16 @@ def _guarantees(console: Console, result: RunResult) -> None:
         no_noise = "the run had no noise that an accountant was asked to account for"
         _say(console, f"No privacy guarantee: {no_noise}.")
     holds = holding(guarantees)
-    for group in groups(guarantees):
+    # a table for those of one unit and one delta
+    for group in grouped(guarantees, lambda one: (one.unit, one.delta)).values():
+        cells = [(one, epsilon(one)) for one in group]
+        marked = holds[0] if holds and holds[0] in group else None
         _say(console, f"\nEpsilon {group[0].about()}:")
-        console.print(_table(group, holds), end="")
+        console.print(guarantee_table.table(cells, marked=marked, bold=holds), end="")
     for note in notes(guarantees, holds):
         _say(console, note)
     if guarantees:
         console.print()
-
-
-def groups(guarantees: Sequence[Guarantee]) -> list[list[Guarantee]]:
-    """Those of one unit and one delta together, which are a table each."""
-    alike: dict[tuple, list[Guarantee]] = {}
-    for one in guarantees:
-        alike.setdefault((one.unit, one.delta), []).append(one)
-    return [*alike.values()]
-
-
-def _table(group: Sequence[Guarantee], holds: Sequence[Guarantee]) -> Table:
-    cells = [(one, epsilon(one)) for one in group]
-    marked = holds[0] if holds and holds[0] in group else None
-    return guarantee_table.table(cells, marked=marked, bold=holds)
 
 
 def epsilon(one: Guarantee) -> str:

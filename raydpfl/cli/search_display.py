@@ -21,6 +21,7 @@ from raydpfl.models.metric_columns import named
 from raydpfl.privacy import RIGOROUS
 from raydpfl.report.labels import beyond
 from raydpfl.report.pages.comparison import labels
+from raydpfl.report.run_reader import grouped
 from raydpfl.report.statistics import Resample, SeedValues
 from raydpfl.sweep import Sweep, SweepResult
 from raydpfl.sweep.results import epsilons, score
@@ -292,9 +293,7 @@ def cells_table(result: StudyResult, most: int | None = None) -> Table:
     for column in table.columns:
         column.no_wrap = True
     table.add_column("values", overflow="fold", min_width=20)
-    cells: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        cells.setdefault(tuple(row[name] for name in names), []).append(row)
+    cells = grouped(rows, lambda row: tuple(row[name] for name in names))
     resampled: dict[tuple[Any, ...], dict[Resample, dict[int, float | None]]] = {}
     for row in result.resamples.to_pylist():
         choices = resampled.setdefault(tuple(row[name] for name in names), {})

@@ -16,32 +16,29 @@ from pathlib import Path
 from raydpfl.errors import ConfigError
 
 EXPERIMENT = "the YAML file of an experiment, or the directory of a run"
+RUN = ("an experiment", "a run's directory")
+SWEEP = ("a sweep", "a private search")
+FILES = {  # by which a directory is known, the first that is there
+    "audit.json": "an audit's directory",
+    "study.yaml": "a study's directory",
+    "sweep.yaml": "a sweep's directory",
+    "config.yaml": "a run's directory",
+}
 # what each command takes: in words, and as `what` names it
 TAKEN = {
-    "run": (EXPERIMENT, ("an experiment", "a run's directory")),
-    "audit": (EXPERIMENT, ("an experiment", "a run's directory")),
-    "budget": (
-        f"{EXPERIMENT}; or, alone, the YAML file of a sweep with sweep.private",
-        ("an experiment", "a run's directory"),
-    ),
-    "data describe": (EXPERIMENT, ("an experiment", "a run's directory")),
-    "sweep": (
-        "the YAML file, or the directory, of a sweep",
-        ("a sweep", "a private search", "a sweep's directory"),
-    ),
+    **dict.fromkeys(("run", "audit", "data describe"), (EXPERIMENT, RUN)),
+    "budget": (f"{EXPERIMENT}; or, alone, the YAML file of a sweep with sweep.private", RUN),
+    "sweep": ("the YAML file, or the directory, of a sweep", (*SWEEP, "a sweep's directory")),
     "submit": (
         "the YAML file of an experiment or a sweep, or the directory of a run",
-        ("an experiment", "a run's directory", "a sweep", "a private search"),
+        (*RUN, *SWEEP),
     ),
     "reproduce": (
         "a study: its name, its YAML file or its directory",
         ("a study", "a study's directory"),
     ),
     "export": ("the directory of a run", ("a run's directory",)),
-    "report": (
-        "the directory of a run, a sweep, an audit or a study",
-        ("a run's directory", "a sweep's directory", "a study's directory", "an audit's directory"),
-    ),
+    "report": ("the directory of a run, a sweep, an audit or a study", tuple(FILES.values())),
 }
 TAKEN["compare"] = TAKEN["report"]
 # what to do with it
@@ -56,12 +53,6 @@ INSTEAD = {
     "an audit's directory": "raydpfl report {}",
 }
 THERE = " (--address auto, on a node of a cluster, runs it there)"
-FILES = {  # by which a directory is known, the first that is there
-    "audit.json": "an audit's directory",
-    "study.yaml": "a study's directory",
-    "sweep.yaml": "a sweep's directory",
-    "config.yaml": "a run's directory",
-}
 
 
 def what(asked: str, overrides: Sequence[str] = ()) -> str | None:

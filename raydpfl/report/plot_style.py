@@ -71,6 +71,7 @@ class Look:
 
 
 REFERENCE = Look(INK, (0, (4, 2)), "")
+STAR = Look(INK, "none", "*")
 
 
 def look(place: int, dash: int | None = None) -> Look:

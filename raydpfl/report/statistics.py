@@ -1,6 +1,6 @@
 """Means of several runs, their spread over seeds, and differences between runs of one seed.
 
->>> spread = over_seeds({1: 0.7, 2: 0.8, 3: 0.9})
+>>> spread = SeedValues({1: 0.7, 2: 0.8, 3: 0.9}).spread()
 >>> spread.count, round(spread.mean, 6), round(spread.std, 6)
 (3, 0.8, 0.1)
 >>> a, b = SeedValues({1: 0.71, 2: 0.82, 3: 0.93}), SeedValues({1: 0.7, 2: 0.8, 3: 0.9, 4: 0.1})
@@ -103,11 +103,6 @@ def chance(resample: Resample) -> float:
     for times in Counter(resample).values():
         orders //= math.factorial(times)
     return float(orders / count**count)
-
-
-def over_seeds(values: Mapping[int, float | None]) -> SeedSpread:
-    """The spread of a number by seed; None and NaN stand for a run without it."""
-    return SeedValues(values).spread()
 
 
 def total(terms: Sequence[tuple[float, SeedValues]]) -> SeedValues:

@@ -17,7 +17,7 @@ import csv
 import html
 import io
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -64,10 +64,9 @@ def mean_cell(
     return PrintedCell(spread.mean, text)
 
 
-def spread_row(mean: str, std: str, spread: SeedSpread, percent: bool) -> Row:
-    """A mean and its standard deviation in two columns of these heads, None for none."""
-    row = {mean: spread.mean, std: spread.std}
-    return {Quantity(head, head, percent=percent): as_number(row[head]) for head in row}
+def number_cells(values: Mapping[str, Any], percent: bool) -> Row:
+    """Numbers by the heads of their columns, None for what is none."""
+    return {Quantity(head, head, percent=percent): as_number(of) for head, of in values.items()}
 
 
 def axes_row(axes: Sequence[str], labels: Sequence[str]) -> Row:

@@ -5,10 +5,9 @@ and what is accepted.
 import functools
 
 import pytest
-import yaml
 from conftest import SMALL, experiment, messages
 
-from raydpfl import Experiment
+from raydpfl import Experiment, run
 from raydpfl.config.yaml import dump, parse_yaml
 from raydpfl.errors import ConfigError
 
@@ -18,18 +17,16 @@ BAD = messages("configs")
 
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_input_is_refused_in_one_line_and_nothing_is_started_or_written(
-    bad, tmp_path, monkeypatch, complain
+    bad, small, tmp_path, monkeypatch, complain
 ):
     overrides, line = BAD[bad]
     monkeypatch.delenv("RAYDPFL_DATA", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr("ray.init", lambda **options: pytest.fail("Ray was started"))
-    config = tmp_path / "small.yaml"
-    config.write_text(yaml.safe_dump(SMALL))
-    said = complain(["run", config, *overrides, "--out", tmp_path / "out"])
+    said = complain(["run", small, *overrides, "--out", tmp_path / "out"])
     assert said.startswith(line)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.yaml"]
+    assert [*tmp_path.iterdir()] == [small]
 
 
 def test_a_budget_in_letters_is_told_in_the_words_of_a_config():
@@ -41,7 +38,7 @@ def test_a_budget_in_letters_is_told_in_the_words_of_a_config():
 
 @pytest.mark.parametrize("command", ["run", "audit", "sweep"])
 def test_data_that_are_not_there_leave_nothing_behind(
-    command, tmp_path, tmp_path_factory, monkeypatch, complain
+    command, small, tmp_path, tmp_path_factory, monkeypatch, complain
 ):
     def offline(*_, **__):
         raise OSError("no network")
@@ -50,55 +47,34 @@ def test_data_that_are_not_there_leave_nothing_behind(
     monkeypatch.setenv("RAYDPFL_DATA", str(tmp_path / "data" / "root"))
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.chdir(tmp_path)
-    config = tmp_path / "small.yaml"
-    repeats = {"sweep": {"repeats": 2}} if command == "sweep" else {}
-    config.write_text(yaml.safe_dump(SMALL | repeats))
-    arguments = [command, config, "data={kind: mnist, clients: 50}", "--out", tmp_path / "out"]
-    said = complain(arguments)
+    data = ["data={kind: mnist, clients: 50}", *["sweep={repeats: 2}"] * (command == "sweep")]
+    said = complain([command, small, *data, "--out", tmp_path / "out"])
     assert said.startswith(
         f"data.kind = 'mnist': expected a data set that is under {tmp_path}/data/root "
     )
     assert "and was not downloaded (" in said and said.endswith("no network)")
-    assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
+    assert [*tmp_path.iterdir()] == [small]
 
 
-def test_a_chunk_that_no_memory_holds_ends_a_run_in_one_line(tmp_path, complain):
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL | {"noise": {"kind": "none"}}))
-    said = complain(
-        [
-            "run",
-            tmp_path / "small.yaml",
-            "client.actors=0",
-            "client.chunk=1000000000000000",
-            "--out",
-            tmp_path / "out",
-        ],
-        code=1,
-    )
+def test_a_chunk_that_no_memory_holds_ends_a_run_in_one_line(small, tmp_path, complain):
+    overrides = ["noise={kind: none}", "client.actors=0", "client.chunk=1000000000000000"]
+    said = complain(["run", small, *overrides, "--out", tmp_path / "out"], code=1)
     assert said.startswith("not enough memory: Unable to allocate 7.11 PiB")
 
 
-def test_resuming_another_experiment(tmp_path, complain):
-    from conftest import experiment
-
-    from raydpfl import run
-
+def test_resuming_another_experiment(small, tmp_path, complain):
     run(experiment(rounds=2), tmp_path / "out")
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL | {"rounds": 2}))
     for change, refused in [
         ("local.lr=0.2", "local.lr = 0.2: expected 0.1, as in the run to be resumed"),
         ("rounds=1", "rounds = 1: expected 2 or more, as in the run to be resumed"),
     ]:
-        given = ["run", tmp_path / "small.yaml", change, "--out", tmp_path / "out", "--resume"]
+        given = ["run", small, "rounds=2", change, "--out", tmp_path / "out", "--resume"]
         assert complain(given) == refused
 
 
-def test_an_address_where_nothing_answers(tmp_path, monkeypatch, complain):
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
+def test_an_address_where_nothing_answers(small, monkeypatch, complain):
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    said = complain(
-        ["run", tmp_path / "small.yaml", "client.actors=1", "--address", "127.0.0.1:1"],
-    )
+    said = complain(["run", small, "client.actors=1", "--address", "127.0.0.1:1"])
     assert said.startswith(
         "--address = '127.0.0.1:1': expected the address of a running Ray cluster (if it "
         "asks for a token,"
@@ -109,10 +85,9 @@ SAID = messages("overrides")
 
 
 @pytest.mark.parametrize("override", SAID)
-def test_what_is_said_names_what_to_give(override, tmp_path, complain):
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
-    words = ["run", tmp_path / "small.yaml", override, "--out", tmp_path / "out"]
-    assert complain(words).startswith(SAID[override])
+def test_what_is_said_names_what_to_give(override, small, tmp_path, complain):
+    said = complain(["run", small, override, "--out", tmp_path / "out"])
+    assert said.startswith(SAID[override])
 
 
 WHOLE = {

@@ -83,14 +83,15 @@ def test_the_table_of_fields_is_kept_until_the_code_changes(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_the_command_completes_as_a_shell_asks_it_to(tmp_path):
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(SMALL))
-    words = ["raydpfl", "run", str(tmp_path / "c.yaml"), "local.mom"]
-    asked = {"COMP_WORDS": "\n".join(words), "COMP_CWORD": "3"}
-    environment = {**os.environ, **asked, "_RAYDPFL_COMPLETE": "complete_bash"}
-    code = "import sys; from raydpfl.cli.app import main; sys.argv = ['raydpfl']; main()"
-    found = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert found.stdout.split() == ["local.momentum=", "local.momentum=0.0"]
-    assert found.returncode == 0 and not found.stderr
+def test_the_command_completes_as_a_shell_asks_it_to(small):
+    code = "import sys; sys.argv = ['raydpfl']; from raydpfl.__main__ import main; main()"
+    for words, offered in (
+        (["ki"], "kinds\n"),
+        (["run", str(small), "local.mom"], "local.momentum=\nlocal.momentum=0.0\n"),
+    ):
+        asked = {"COMP_WORDS": "\n".join(["raydpfl", *words]), "COMP_CWORD": str(len(words))}
+        environment = {**os.environ, **asked, "_RAYDPFL_COMPLETE": "complete_bash"}
+        found = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        )
+        assert (found.returncode, found.stdout, found.stderr) == (0, offered, "")

@@ -25,10 +25,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    messages("commands"),
-)
+@pytest.mark.parametrize(("words", "said"), messages("commands"))
 def test_another_command_is_named(words, said, place, complain):
     assert said in complain(words)
 

@@ -2,10 +2,7 @@
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -57,8 +54,8 @@ def test_what_is_printed_is_what_the_classes_take():
     assert fields["proximal"].default == 0.0 and "FedProx" in kinds.of("local.sgd")[0].about
     bound = next(key for key in kinds.of("clip")[0].keys if key.name == "bound")
     assert bound.required and bound.type == "number, >= 1e-12, <= 1e+15"
-    partition = next(key for key in kinds.of("data.table")[0].keys
-                     if key.name == "partition")  # fmt: skip
+    keys = kinds.of("data.table")[0].keys
+    partition = next(key for key in keys if key.name == "partition")
     assert "partition: a section with a kind; default iid" in "\n".join(partition.lines())
 
 
@@ -97,15 +94,6 @@ def test_the_command_prints_text_json_and_the_version():
     assert run(app, ["--version"]).output == f"raydpfl {raydpfl.__version__}\n"
 
 
-@pytest.mark.slow
-def test_a_shell_is_told_the_commands_that_begin_so():
-    asked = {"COMP_WORDS": "raydpfl ki", "COMP_CWORD": "1", "_RAYDPFL_COMPLETE": "complete_bash"}
-    code = "import sys; sys.argv = ['raydpfl']; from raydpfl.__main__ import main; main()"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "kinds\n", "")
-
-
 def test_the_version_is_one_everywhere():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["version"] == raydpfl.__version__
@@ -128,10 +116,7 @@ def test_every_method_of_other_tools_is_answered_with_what_is_here():
         assert kind or key in {each.name for one in found for each in one.keys}, (name, meant)
 
 
-@pytest.mark.parametrize(
-    "override, said",
-    messages("names of other frameworks"),
-)
+@pytest.mark.parametrize(("override", "said"), messages("names of other frameworks"))
 def test_a_misspelt_or_foreign_key_is_answered_in_one_line(override, said):
     with pytest.raises(ConfigError) as caught:
         Experiment.from_dict({}, [override])

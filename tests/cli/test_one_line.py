@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import sys
 
 import pytest
 import yaml
@@ -38,7 +37,7 @@ def make(path, how: str) -> None:
 
 
 CONFIGS = {
-    "a directory": "it has no config.yaml",
+    "a directory": "No such file or directory",
     "a pipe": "a file that can be read (Is no regular file)",
     "a link to itself": "a file that can be read (Too many levels of symbolic links)",
     "binary": "a file that can be read ('utf-8' codec can't decode",
@@ -67,18 +66,12 @@ CONFIGS = {
 @pytest.mark.parametrize("content", CONFIGS)
 def test_a_config_that_is_none(content, tmp_path, complain):
     make(tmp_path / "bad.yaml", content)
-    said = complain(["show", tmp_path / "bad.yaml"])
-    assert CONFIGS[content].replace("it has no config.yaml", "No such file or directory") in said
+    assert CONFIGS[content] in complain(["show", tmp_path / "bad.yaml"])
 
 
 STORED = {
     "a directory": "Is a directory",
-    "a pipe": "Is no regular file",
-    "a link to itself": "Too many levels",
-    "binary": "can't decode",
-    "!!python/object:os.system {}": "could not determine a constructor",
     "rounds: [1": "a YAML file (",
-    "[" * 3000: "too deep",
     "": "its config.yaml is empty",
     "- rounds": "its config.yaml is no mapping",
     "7": "its config.yaml is no mapping",
@@ -129,56 +122,41 @@ class Quits(torch.nn.Module):
         return self.linear(x.flatten(1))
 """
 QUITS = {
-    "make": (
-        2,
-        "model.args = {'when': 'make'}: expected what quits:Quits can be called with "
-        "(SystemExit: 7; ",
-    ),
-    "check": (
-        2,
-        "model.kind = 'quits:Quits': expected a module that takes float32 ['batch', 1, 28, 28] "
-        "(SystemExit: enough; ",
-    ),
-    "train": (1, ": its training called sys.exit('enough') ("),
-    "evaluate": (1, "code that the config names called sys.exit(None) ("),
+    "make": "model.args = {'when': 'make'}: expected what quits:Quits can be called with "
+    "(SystemExit: 7; ",
+    "check": "model.kind = 'quits:Quits': expected a module that takes float32 ['batch', 1, 28, "
+    "28] (SystemExit: enough; ",
+    "train": ": its training called sys.exit('enough') (",
+    "evaluate": "code that the config names called sys.exit(None) (",
 }
 
 
 @pytest.mark.parametrize("when", QUITS)
-def test_a_model_that_quits(when, small, tmp_path, monkeypatch, complain):
-    (tmp_path / "quits.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-    code, line = QUITS[when]
+def test_a_model_that_quits(when, small, own_module, tmp_path, complain):
+    own_module("quits", OWN)
+    begun = when in ("train", "evaluate")
     overrides = ["model.kind=quits:Quits", f"model.args={{when: {when}}}"]
     if when == "evaluate":
         overrides.append("noise.kind=none")
-    said = complain(["run", small, *overrides, "--out", tmp_path / "out"], code)
-    assert line in said
-    if code == 1:
+    said = complain(["run", small, *overrides, "--out", tmp_path / "out"], 1 if begun else 2)
+    assert QUITS[when] in said
+    if begun:
         assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
-    sys.modules.pop("quits")
 
 
-@pytest.mark.slow
-def test_clients_that_quit_on_ray(shared_ray, small, tmp_path, monkeypatch):
-    (tmp_path / "quits.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-    quitting = experiment(
-        model={"kind": "quits:Quits", "args": {"when": "train"}}, client={"actors": 1}
-    )
+def test_clients_that_quit_on_ray(shared_ray, own_module, tmp_path):
+    own_module("quits", OWN)
+    model = {"kind": "quits:Quits", "args": {"when": "train"}}
     with pytest.raises(RuntimeError, match=r"client \d+: its training called sys.exit\('enough'\)"):
-        run(quitting, tmp_path / "out")
-    sys.modules.pop("quits")
+        run(experiment(model=model, client={"actors": 1}), tmp_path / "out")
 
 
-def test_a_module_that_quits_while_it_is_imported(small, tmp_path, monkeypatch, complain):
-    (tmp_path / "exits.py").write_text("raise SystemExit(3)")
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_module_that_quits_while_it_is_imported(small, own_module, tmp_path, complain):
+    own_module("exits", "raise SystemExit(3)")
     said = complain(["run", small, "bounding.kind=exits:Clip", "--out", tmp_path / "out"])
     assert said.startswith(
-        "bounding.kind = 'exits:Clip': expected an import path package.module:Name that can "
-        "be imported "
-        "(SystemExit: 3"
+        "bounding.kind = 'exits:Clip': expected an import path package.module:Name that can be "
+        "imported (SystemExit: 3"
     )
 
 
@@ -242,10 +220,8 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on(
 
 
 def test_a_value_that_cannot_be_shown_is_named_all_the_same():
-    assert (
-        str(ConfigError("rounds", 10**5000, "fewer"))
-        == "rounds = <int that cannot be shown>: expected fewer"
-    )
+    said = "rounds = <int that cannot be shown>: expected fewer"
+    assert str(ConfigError("rounds", 10**5000, "fewer")) == said
     nested: list = []
     for _ in range(100_000):
         nested = [nested]
@@ -314,42 +290,28 @@ SOURCES = {1: "SystemExit: 9; ", 2: "KeyError: 'two", 3: "FileNotFoundError: [Er
 
 @pytest.mark.parametrize("clients", SOURCES)
 @pytest.mark.parametrize("command", ["run", "data describe"])
-def test_a_source_of_data_that_fails(command, clients, small, tmp_path, monkeypatch, complain):
-    (tmp_path / "failing.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
-    said = complain(
-        [
-            *command.split(),
-            small,
-            f"data={{kind: failing:Own, clients: {clients}}}",
-            "selection.cohort=1",
-        ],
-    )
-    assert said.startswith(
-        "data.kind = 'failing:Own': expected a source that gives its samples (" + SOURCES[clients]
-    )
-    assert "failing.py, line " in said and not list(tmp_path.glob("cache/data/*"))
-    sys.modules.pop("failing")
+def test_a_source_of_data_that_fails(command, clients, small, own_module, cache, complain):
+    own_module("failing", SOURCE)
+    data = f"data={{kind: failing:Own, clients: {clients}}}"
+    said = complain([*command.split(), small, data, "selection.cohort=1"])
+    expected = "data.kind = 'failing:Own': expected a source that gives its samples ("
+    assert said.startswith(expected + SOURCES[clients])
+    assert "failing.py, line " in said and not list(cache.glob("data/*"))
 
 
-def test_a_member_that_quits_where_nothing_is_run(small, tmp_path, monkeypatch, complain):
-    (tmp_path / "quitting.py").write_text(
+def test_a_member_that_quits_where_nothing_is_run(small, own_module, complain):
+    own_module(
+        "quitting",
         "import sys\nfrom raydpfl.methods.server import Server\n"
         "class Own(Server):\n    kind: str = ''\n"
         "    def model_post_init(self, _):\n        sys.exit(5)\n"
-        "    def direction(self, update, state):\n        return update\n"
+        "    def direction(self, update, state):\n        return update\n",
     )
-    monkeypatch.syspath_prepend(tmp_path)
     said = complain(["audit", small, "server={kind: quitting:Own}"], 1)
-    assert (
-        said.startswith("code that the config names called sys.exit(5) (")
-        and "quitting.py, line 6)" in said
-    )
-    sys.modules.pop("quitting")
+    assert said.startswith("code that the config names called sys.exit(5) (")
+    assert "quitting.py, line 6)" in said
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
 @pytest.mark.parametrize("name", ["config.yaml", "audit.json"])
 def test_a_disk_that_is_full_under_an_audit(name, small, tmp_path, full, complain):
@@ -359,9 +321,7 @@ def test_a_disk_that_is_full_under_an_audit(name, small, tmp_path, full, complai
 
 
 @pytest.mark.parametrize("raised", ["GeneratorExit", "type('Odd', (BaseException,), {})('x\\ny')"])
-def test_a_module_that_raises_what_is_no_exception(raised, small, tmp_path, monkeypatch, complain):
-    name = f"odd_{len(raised)}"
-    (tmp_path / f"{name}.py").write_text(f"raise {raised}")
-    monkeypatch.syspath_prepend(tmp_path)
-    asked = ["run", small, f"model={{kind: '{name}:X'}}", "--out", tmp_path / "out"]
+def test_a_module_that_raises_what_is_no_exception(raised, small, own_module, tmp_path, complain):
+    own_module("odd", f"raise {raised}")
+    asked = ["run", small, "model={kind: 'odd:X'}", "--out", tmp_path / "out"]
     assert "code that the config names raised " in complain(asked, code=1)

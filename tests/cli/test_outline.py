@@ -91,16 +91,14 @@ def test_every_setting_that_cannot_be_run_is_named_with_its_reason(tmp_path, typ
     assert ended == (2, text, f"raydpfl: selection.cohort = 51: expected {most}\n")
 
 
-def test_what_is_no_sweep_whatever_its_settings_is_refused_in_one_line(tmp_path, complain):
-    (tmp_path / "asked.yaml").write_text(yaml.safe_dump(SMALL))
+def test_what_is_no_sweep_whatever_its_settings_is_refused_in_one_line(small, complain):
     cases = {
         "sweep.search=tpe": "sweep.search = 'tpe': expected 'grid'",
         "local.lr={uniform: [0.1, 1]}": "local.lr = {'uniform': [0.1, 1]}: expected a grid, choice",
         "local.lr={grid: [1, 1.0]}": "local.lr = {'grid': [1, 1.0]}: expected values that differ",
     }
     for override, line in cases.items():
-        said = complain(["show", tmp_path / "asked.yaml", override])
-        assert said.startswith(line)
+        assert complain(["show", small, override]).startswith(line)
 
 
 def test_only_data_show_that_a_setting_cannot_be_dealt(shown, tmp_path):
@@ -129,7 +127,8 @@ def marked(text):
 
 
 def test_every_key_that_is_at_its_default_is_marked_and_the_marks_are_in_one_column(shown):
-    text = shown({**SMALL, "local": {"kind": "sgd", "lr": 0.1, "momentum": 0.5}})
+    local = {"kind": "sgd", "lr": 0.1, "momentum": 0.5}
+    text = shown({**SMALL, "local": local})
     found = marked(text)
     assert found >= {"local.kind", "local.lr", "local.steps", "weights.kind", "noise.placement"}
     assert not found & {"seed", "local.momentum", "bounding.kind", "noise.multiplier", "track"}
@@ -137,7 +136,7 @@ def test_every_key_that_is_at_its_default_is_marked_and_the_marks_are_in_one_col
     assert max(map(len, text.splitlines())) <= 80
     assert Experiment.from_dict(yaml.safe_load(text)).local.momentum == 0.5
     bare = "".join(f"{line.partition('  # default')[0].rstrip()}\n" for line in text.splitlines())
-    assert bare == experiment(local={"kind": "sgd", "lr": 0.1, "momentum": 0.5}).to_yaml()
+    assert bare == experiment(local=local).to_yaml()
     assert "track" in marked(shown({key: SMALL[key] for key in SMALL if key != "track"}))
 
 
@@ -151,8 +150,8 @@ def test_what_a_sweep_searches_is_not_at_its_default_and_the_rest_is(shown):
 
 
 @pytest.mark.slow
-def test_a_sweep_is_timed_where_that_is_asked_for(shown, tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("cache")
+def test_a_sweep_is_timed_where_that_is_asked_for(shown, tmp_path):
     tree = {**SMALL, "local": {**SMALL["local"], "lr": {"grid": [0.1, 0.2]}}}
     untimed = "How long that takes is not timed here yet (0 of 1 kinds of runs are); --timed says"
     assert remarks(shown(tree))[-1].startswith(untimed)
@@ -160,9 +159,8 @@ def test_a_sweep_is_timed_where_that_is_asked_for(shown, tmp_path, monkeypatch):
     assert said[-2] == "All of them can be run."
     assert said[-1].startswith("That takes about ") and said[-1].endswith(" s here.")
     assert remarks(shown(tree))[-1] == said[-1]  # what was timed is known
-    assert remarks(shown(tree, "sweep={scheduler: asha, grace: 2}"))[-1].startswith(
-        "That takes at most about "
-    )
+    stopped = remarks(shown(tree, "sweep={scheduler: asha, grace: 2}"))
+    assert stopped[-1].startswith("That takes at most about ")
     assert not list(tmp_path.glob("runs*"))
 
 
@@ -178,8 +176,8 @@ def test_what_runs_take_is_counted_by_their_rounds(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_experiment_is_shown_with_what_it_takes(shown, tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("cache")
+def test_an_experiment_is_shown_with_what_it_takes(shown):
     text = shown(SMALL, "--timed")
     assert Experiment.from_dict(yaml.safe_load(text)) == experiment()
     assert remarks(text)[0].startswith("That takes about ")
@@ -187,8 +185,8 @@ def test_an_experiment_is_shown_with_what_it_takes(shown, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_study_is_shown_with_its_cells(shown, tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("cache")
+def test_a_study_is_shown_with_its_cells(shown):
     text = shown(STUDY)
     assert yaml.safe_load(text)["arms"] == STUDY["arms"]
     said = remarks(text)
@@ -197,9 +195,8 @@ def test_a_study_is_shown_with_its_cells(shown, tmp_path, monkeypatch):
     assert "; about " in remarks(shown(STUDY, "--timed"))[0]
     with pytest.raises(ConfigError, match="none for a study"):
         preview("asked.yaml", ["rounds=3"])
-    with pytest.raises(
-        ConfigError, match="study = 'nowhere': expected the file of a study, or one of"
-    ):
+    said = "study = 'nowhere': expected the file of a study, or one of"
+    with pytest.raises(ConfigError, match=said):
         preview("nowhere")
     first = preview("002/fig1").text
     assert yaml.safe_load(first)["study"]["id"] == "002/fig1"
@@ -216,38 +213,32 @@ def test_a_study_is_found_by_every_name_though_folders_have_it_too(tmp_path, mon
             preview(name)
 
 
-@pytest.mark.slow
-def test_a_studys_own_members_are_not_imported_unless_it_is_timed(shown, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "own_bound.py").write_text(
-        "from pathlib import Path\n"
-        "from raydpfl.methods.bounding import Clip\n"
-        f"Path({str(tmp_path / 'imported')!r}).touch()\n"
-        "class Own(Clip):\n    pass\n"
-    )
-    arms = {"Mine": {"bounding": {"kind": "own_bound:Own", "bound": {"tune": [0.5, 1.0]}}}}
-    said = remarks(shown({**STUDY, "arms": {**STUDY["arms"], **arms}}))
-    assert said[0] == "bounding: own_bound:Own was not imported, so its own defaults are not here."
-    assert not (tmp_path / "imported").exists()
-    assert "; about " in remarks(shown({**STUDY, "arms": arms}, "--timed"))[0]
-    assert (tmp_path / "imported").exists()
+OWN = """
+from pathlib import Path
+from raydpfl.methods.bounding import Clip
+Path(__file__).with_name("imported").touch()
+class Own(Clip):
+    pass
+"""
+TUNED = {"bounding": {"kind": "own_clip:Own", "bound": {"tune": [0.5, 1.0]}}}
+GRID = {"bounding": {"kind": "own_clip:Own", "bound": {"grid": [0.5, 1.0]}}}
 
 
 @pytest.mark.slow
-def test_a_sweeps_own_members_are_not_imported_unless_it_is_timed(shown, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "own_clip.py").write_text(
-        "from pathlib import Path\n"
-        "from raydpfl.methods.bounding import Clip\n"
-        f"Path({str(tmp_path / 'imported')!r}).touch()\n"
-        "class Own(Clip):\n    pass\n"
-    )
-    tree = {**SMALL, "bounding": {"kind": "own_clip:Own", "bound": {"grid": [0.5, 1.0]}}}
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    ("tree", "timed"),
+    [({**STUDY, "arms": {"Mine": TUNED}}, "; about "), (SMALL | GRID, "All of them can be run.")],
+    ids=["a study", "a sweep"],
+)
+def test_own_members_are_not_imported_unless_they_are_timed(
+    tree, timed, shown, own_module, tmp_path
+):
+    own_module("own_clip", OWN)
     said = remarks(shown(tree))
     assert said[0] == "bounding: own_clip:Own was not imported, so its own defaults are not here."
     assert not (tmp_path / "imported").exists()
-    assert "All of them can be run." in remarks(shown(tree, "--timed"))
+    assert timed in "".join(remarks(shown(tree, "--timed")))
     assert (tmp_path / "imported").exists()
 
 

@@ -29,13 +29,9 @@ def printed(show, terminal=False):
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    return run(
-        experiment(
-            noise={"kind": "gaussian", "epsilon": 6.0, "delta": 1e-5},
-            privacy={"accountants": ["rdp", "paper"]},
-        ),
-        tmp_path_factory.mktemp("shown") / "a folder with a long name" / "run",
-    )
+    noise = {"kind": "gaussian", "epsilon": 6.0, "delta": 1e-5}
+    out = tmp_path_factory.mktemp("shown") / "a folder with a long name" / "run"
+    return run(experiment(noise=noise, privacy={"accountants": ["rdp", "paper"]}), out)
 
 
 ROW = {
@@ -182,10 +178,9 @@ def test_a_number_that_nothing_proves_is_signed_and_none_is_a_dash():
     nothing = guarantee(accountant="mine:Own", epsilon=float("inf"), conditions_failed=("x",))
     told = [run_display.epsilon(each) for each in (guarantee(), unproven, nothing)]
     assert told == ["1.5", "1.5?", "-"]
-    assert "? rdp, not proved." in run_display.notes([unproven, nothing], [])
-    assert "mine:Own, rigorous. Conditions that fail: x." in run_display.notes(
-        [unproven, nothing], []
-    )
+    notes = run_display.notes([unproven, nothing], [])
+    assert "? rdp, not proved." in notes
+    assert "mine:Own, rigorous. Conditions that fail: x." in notes
 
 
 def test_other_relations_have_rows_of_their_own_and_papers_join_the_first():
@@ -210,9 +205,8 @@ def test_helps_are_wrapped_at_words_and_by_nothing_else(monkeypatch):
 def test_an_interrupt_says_how_to_go_on_with_what_there_is(tmp_path):
     with pytest.raises(KeyboardInterrupt), app._resumable(tmp_path / "out"):
         raise KeyboardInterrupt
-    assert app._interrupted() == (
-        "interrupted before its first round was done; nothing is left of it"
-    )
+    said = "interrupted before its first round was done; nothing is left of it"
+    assert app._interrupted() == said
     (tmp_path / "out" / "checkpoints").mkdir(parents=True)
     go_on = f"go on with: raydpfl run {tmp_path / 'out'} --resume"
     assert app._interrupted("it failed") == f"interrupted (it failed); {go_on}"

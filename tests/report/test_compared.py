@@ -3,7 +3,6 @@ what cannot be compared is refused."""
 
 import csv
 import io
-import json
 import re
 
 import pyarrow as pa
@@ -11,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from rich.console import Console
-from test_report import GUARANTEE, lean, made, pieces, studied, swept
+from test_report import GUARANTEE, keep, lean, made, pieces, results, studied, summarise, swept
 
 from raydpfl.cli.comparison_table import show
 from raydpfl.errors import ConfigError
@@ -78,10 +77,8 @@ def test_other_data_and_other_metrics_are_refused_in_a_line(tmp_path, complain):
     said = complain(["compare", a, other])
     assert "runs on the same data; data.kind is fashion_mnist_mini in a and mnist here" in said
     loss = lean(tmp_path / "loss", "test_loss")
-    table = pq.read_table(loss / "rounds.parquet").drop_columns("test_accuracy")
-    pq.write_table(table, loss / "rounds.parquet")
-    summary = json.loads((loss / "summary.json").read_text())
-    (loss / "summary.json").write_text(json.dumps({**summary, "test_accuracy": None}))
+    keep(loss, ["round", "cohort", "test_loss"])
+    summarise(loss, test_accuracy=None)
     said = complain(["compare", a, loss])
     assert said.startswith("--metric") and "a score that all of them have (test_loss)" in said
     said = complain(["compare", a, loss, "--metric", "test_accuracy"])
@@ -99,17 +96,16 @@ def test_the_trials_of_a_sweep_are_runs_and_those_that_were_stopped_are_not(tmp_
     swept(tmp_path, ["trials/a", "trials/b"])
     one = run(tmp_path / "alone", seed=2)
     assert labels(tmp_path, one) == [(tmp_path.name + "/a", 3)]
-    table = pq.read_table(tmp_path / "results.parquet").to_pydict()
-    table["status"] = ["completed", "stopped"]
-    pq.write_table(pa.table(table), tmp_path / "results.parquet")
+    rows = results(tmp_path)
+    rows[1]["status"] = "stopped"
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "results.parquet")
     assert labels(tmp_path, one) == [(tmp_path.name + "/a", 2)]
 
 
 def test_the_final_runs_of_a_study_are_compared_each_once(tmp_path):
     folder = studied(tmp_path / "study")
     runs = compared([folder]).runs
-    rows = pq.read_table(folder / "results.parquet").to_pylist()
-    ended = [row["directory"] for row in rows if row["status"] == "completed"]
+    ended = [row["directory"] for row in results(folder) if row["status"] == "completed"]
     assert [str(run.folder.relative_to(folder)) for run in runs] == [*dict.fromkeys(ended)]
     assert all(run.name.startswith("study/") for run in runs)
 

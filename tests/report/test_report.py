@@ -23,7 +23,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.privacy import TradeOff
 from raydpfl.report import write
 from raydpfl.report.figures import Missing, Plot, parse
-from raydpfl.report.figures.confusion import matrix_of
+from raydpfl.report.figures.round_timing import PHASES
 from raydpfl.report.html import Page, PageSection, render
 from raydpfl.report.labels import Quantity
 from raydpfl.report.pages import compared, page_of
@@ -61,8 +61,7 @@ SPANS = {
     **{"norm_p50": (0.6, 1), "norm_p90": (1.1, 1.5), "angle_p90": (90, 99)},
     **{"cohort": (4, 4), "bound": (1, 1), "update_angle": (80, 80), "update_norm": (0.7, 0.7)},
     **{"seconds": (1, 1), "clients_per_second": (4, 4)},
-    **{f"seconds_{name}": (0.1, 0.2) for name in ("select", "collect", "account", "server")},
-    **{f"seconds_{name}": (0.1, 0.2) for name in ("record", "evaluate")},
+    **{f"seconds_{phase}": (0.1, 0.2) for phase in PHASES},
 }
 
 
@@ -138,7 +137,14 @@ def with_columns(folder, **columns):
     return folder
 
 
-def only_columns(folder, names):
+def summarise(folder, **values):
+    """Other values in summary.json of what is there."""
+    path = folder / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def keep(folder, names):
+    """These columns alone in rounds.parquet of a run that is there."""
     table = pq.read_table(folder / "rounds.parquet").select(names)
     pq.write_table(table, folder / "rounds.parquet")
     return folder
@@ -149,7 +155,7 @@ def lean(folder, *more, seed=0):
     made(folder, seed)
     for name in ("clients", "guarantees", "selection"):
         (folder / f"{name}.parquet").unlink()
-    return only_columns(folder, ["round", "cohort", "test_accuracy", *more])
+    return keep(folder, ["round", "cohort", "test_accuracy", *more])
 
 
 def pieces(*folders) -> dict:
@@ -186,11 +192,6 @@ class Balance(HTMLParser):
         self.links += [given[name] for name in ("href", "src") if name in given]
         if tag not in self.VOID:
             self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.handle_starttag(tag, attributes)
-        if tag not in self.VOID:
-            self.open.pop()
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -234,10 +235,9 @@ def test_every_kind_of_figure_is_drawn_and_its_files_are_whole(run):
         ElementTree.fromstring(each)
         assert "#010203" not in each and "<text" in each and "DejaVu" not in each
     table = (run / "report" / "tables" / "guarantees.csv").read_text()
-    rows = [
-        (row["kind"], row["epsilon"], row["holds"]) for row in csv.DictReader(io.StringIO(table))
-    ]
-    assert rows == [("rigorous", "3.0", "yes"), ("formula as printed", "1.0", "")]
+    rows = csv.DictReader(table.splitlines())
+    said = [(row["kind"], row["epsilon"], row["holds"]) for row in rows]
+    assert said == [("rigorous", "3.0", "yes"), ("formula as printed", "1.0", "")]
 
 
 def test_a_confusion_matrix_is_that_of_the_last_evaluation_and_of_all_seeds(tmp_path):
@@ -248,12 +248,15 @@ def test_a_confusion_matrix_is_that_of_the_last_evaluation_and_of_all_seeds(tmp_
     both = {name: [*early[name], *late[name]] for name in late}
     pq.write_table(pa.table(both), path)
     one = Run(folder, "one")
-    found = matrix_of([one, one], "test_confusion_matrix")
-    assert found.counts.tolist() == [[12, 4, 0], [0, 10, 0], [6, 0, 0]]
-    assert found.shares().tolist() == [[0.75, 0.25, 0], [0, 1, 0], [1, 0, 0]]
-    assert (found.round, found.names) == (ROUNDS - 1, ["left", "right", "a very l.."])
-    item = parse({"confusion": "validation"}, "study.show[0]")
-    (left_out,) = item.make([LabelledRun({"run": "one"}, one)])
+    cases = [LabelledRun({"run": "one"}, one)] * 2
+    (drawing,) = parse({"confusion": "test"}, "study.show[0]").make(cases)
+    assert f"(round {ROUNDS}). Samples of all seeds together." in drawing.caption
+    (axes,) = whole(drawing).axes
+    shares = axes.collections[0].get_array()
+    assert shares.tolist() == [[0.75, 0.25, 0], [0, 1, 0], [1, 0, 0]]
+    names = [each.get_text() for each in axes.get_yticklabels()]
+    assert names == ["left", "right", "a very l.."]
+    (left_out,) = parse({"confusion": "validation"}, "study.show[0]").make(cases)
     assert isinstance(left_out, Missing) and "evaluate.metrics: [confusion_matrix]" in left_out.why
 
 
@@ -363,12 +366,10 @@ def test_each_line_has_the_epsilon_of_its_own_run(tmp_path):
     cases = [LabelledRun({"arm": arm}, Run(folder, arm)) for arm, folder in folders.items()]
     (drawing,) = parse({"curves": "test_accuracy", "x": "epsilon"}, "show.0").make(cases)
     seen = "that of one client against an observer of every aggregate (fixed size 4 of 12, cohort "
-    seen += "hidden)"
-    assert (
-        f"Epsilon is of A {seen}, at delta 1e-05; of B {seen}, at delta 0.001." in drawing.caption
-    )
+    seen += "hidden), at delta"
+    assert f"Epsilon is of A {seen} 1e-05; of B {seen} 0.001." in drawing.caption
     (drawing,) = parse({"curves": "test_accuracy", "x": "epsilon"}, "show.0").make(cases[:1])
-    assert f"Epsilon is {seen}, at delta 1e-05." in drawing.caption
+    assert f"Epsilon is {seen} 1e-05." in drawing.caption
 
 
 @pytest.mark.parametrize("scaling", ["update", "gradient"])
@@ -384,7 +385,7 @@ def test_norms_of_what_is_no_update_stand_beside_no_mean_update(scaling, folder)
 
 def test_the_bias_across_clients_says_what_is_in_it_without_repeats(folder):
     assert "from their differences" in pieces(folder)["bias_within-by-round"].caption
-    only_columns(folder, [name for name in SPANS if name != "bias_within"] + ["round"])
+    keep(folder, [name for name in SPANS if name != "bias_within"] + ["round"])
     caption = pieces(folder)["bias_within-by-round"].caption
     assert "Without repeats" in caption and "from their differences" not in caption
 
@@ -401,12 +402,8 @@ def test_the_curve_of_the_guarantee_that_holds_is_drawn_with_what_it_proves(tmp_
     rates, power = axes[0].lines[0].get_data()
     assert power == pytest.approx(TradeOff.gaussian(1.5).true_positives(rates))
     assert axes[1].lines[0].get_ydata()[0] == pytest.approx(curve["delta"][0])
-    (left_out,) = {
-        piece.why
-        for piece in pieces(made(tmp_path / "old")).values()
-        if isinstance(piece, Missing) and "guarantee" in piece.why
-    }
-    assert left_out == "needs a guarantee that holds in summary.json, by an accountant"
+    left_out = pieces(made(tmp_path / "old"))["Power of any attack"]
+    assert left_out.why == "needs a guarantee that holds in summary.json, by an accountant"
 
 
 def test_budgets_that_nothing_finite_was_spent_of_are_left_out(folder):
@@ -576,6 +573,11 @@ def _row(folder, data, accounting, arm, seed):
     return row | {"best_test_accuracy": 0.9, "deep.number": float(seed), "test_loss": 0.5}
 
 
+def results(folder) -> list[dict]:
+    """The rows of what a sweep or a study found."""
+    return pq.read_table(folder / "results.parquet").to_pylist()
+
+
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     return studied(tmp_path_factory.mktemp("study") / "study")
@@ -594,19 +596,13 @@ def rows_of(items, name):
 
 
 def test_a_study_shows_every_item_of_its_list(items):
-    found = items
     names = {"test_accuracy-by-round", "test_accuracy-over-data", "cloud", "trajectory"}
-    names |= {
-        "selection-by-budget",
-        "selection_map",
-        "test_accuracy-over-rounds.snr",
-        "values-test_loss-deep.number",
-        "table-test_accuracy",
-    }
-    assert names <= found.keys() and not any(isinstance(each, Missing) for each in found.values())
-    assert found["cloud"].caption.endswith("Of the true ones.")
+    names |= {"selection-by-budget", "selection_map", "test_accuracy-over-rounds.snr"}
+    names |= {"values-test_loss-deep.number", "table-test_accuracy"}
+    assert names <= items.keys() and not any(isinstance(each, Missing) for each in items.values())
+    assert items["cloud"].caption.endswith("Of the true ones.")
     titles = [f"{a}, {b} accounting" for a in ("iid", "data 0.5") for b in ("paper", "true")]
-    assert [part.title for part in found["test_accuracy-by-round"].subplots] == titles
+    assert [part.title for part in items["test_accuracy-by-round"].subplots] == titles
 
 
 def test_a_table_has_means_spreads_and_differences_over_the_seeds(items):
@@ -677,7 +673,7 @@ def test_what_values_were_chosen_by_is_drawn_over_each_of_them(items):
 
 def test_intervals_have_the_choice_of_settings_in_them(tmp_path):
     folder = studied(tmp_path / "study")
-    rows = pq.read_table(folder / "results.parquet").to_pylist()
+    rows = results(folder)
     # where tuning seed 1 alone chooses, A-1 is worse by 0.1
     resamples = [
         row | {"tuning_seeds": seeds, "test_accuracy": row["test_accuracy"] - worse}
@@ -697,25 +693,23 @@ def test_intervals_have_the_choice_of_settings_in_them(tmp_path):
 
 def test_verdicts_stand_on_the_page_with_their_intervals_and_what_computed_them(tmp_path):
     folder = studied(tmp_path / "study")
-    summary = json.loads((folder / "summary.json").read_text())
     claim = {"says": "A-1 is ahead", "of": "test_accuracy", "by": 0.0, "within": None}
     numbers = {"difference": 0.25, "low": 0.125, "high": 0.375, "level": 0.975, "seeds": 2}
     counts = {"cells": 4, "holds": 3, "reversed": 0, "not resolved": 1}
-    summary["claims"] = [
-        {**claim, "verdict": "holds", **numbers, **counts},
-        {**claim, "verdict": "not run", "cells": 0},
-    ]
-    summary["equal_arms"] = [{"arms": ["A-1", "B"], "at": {"data": "iid"}}]
-    summary["computed_by"] = {"raydpfl": "1.0", "torch": "2", "compiled": "ab", "commit": "cd"}
-    (folder / "summary.json").write_text(json.dumps(summary))
+    holds = {**claim, "verdict": "holds", **numbers, **counts}
+    summarise(
+        folder,
+        claims=[holds, {**claim, "verdict": "not run", "cells": 0}],
+        equal_arms=[{"arms": ["A-1", "B"], "at": {"data": "iid"}}],
+        computed_by={"raydpfl": "1.0", "torch": "2", "compiled": "ab", "commit": "cd"},
+    )
     found = pieces(folder)
     first, second = rows_of(found, "claims")
     shown = [first[name] for name in ("verdict", "of", "difference", "from", "to", "level")]
     assert shown == ["holds", "test accuracy, points", "+25.00", "+12.50", "+37.50", "97.50%"]
     assert second["verdict"] == "not run" and second["difference"] == ""
-    assert found["Arms that are one"].paragraphs == [
-        "A-1 and B are the same bits in all seeds at data iid."
-    ]
+    same = "A-1 and B are the same bits in all seeds at data iid."
+    assert found["Arms that are one"].paragraphs == [same]
     by = "Computed by raydpfl 1.0 at commit cd, compiled code ab, torch 2."
     assert found["cells-test_accuracy"].caption.endswith(by)
     tiles = {tile.what: (tile.value, tile.note) for tile in page_of(folder).tiles}
@@ -732,9 +726,9 @@ def test_a_point_is_a_cell_over_another_number_of_it(items):
 
 def test_a_failed_run_of_a_study_is_in_no_mean(tmp_path):
     folder = studied(tmp_path / "study")
-    table = pq.read_table(folder / "results.parquet").to_pylist()
-    table[0]["status"] = "failed"
-    pq.write_table(pa.Table.from_pylist(table), folder / "results.parquet")
+    rows = results(folder)
+    rows[0]["status"] = "failed"
+    pq.write_table(pa.Table.from_pylist(rows), folder / "results.parquet")
     found = pieces(folder)
     assert rows_of(found, "table-test_accuracy")[0]["A-1"] == "52.00 %"
     assert rows_of(found, "runs")[0]["status"] == "failed"
@@ -783,10 +777,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path, complain):
 WRONG = (
     ({"curves": "test_accuracy", "log": "x"}, r"show\[0\].log = 'x'"),
     ({"curves": "test_accuracy", "colr": "arm"}, r"colr = 'arm': expected one of the keys"),
-    (
-        {"curves": "test_accuracy", "facet": ["dato"]},
-        "one of the axes .*data; nearest: data",
-    ),
+    ({"curves": "test_accuracy", "facet": ["dato"]}, "one of the axes .*data; nearest: data"),
     ({"table": "snr", "against": "Clib"}, "labels of arm: Clip, Free; nearest: Clip"),
     ({"norms": {}, "only": {"data": ["it"]}}, "'it': expected one of the labels of data: iid"),
     ({"table": "snr", "colour": "arm"}, r"colour = 'arm': expected one of the keys"),
@@ -805,17 +796,14 @@ def test_an_item_of_a_show_list_names_what_is_wrong_with_it(item, said):
 
 
 @pytest.mark.slow
-def test_a_run_and_its_report_by_the_commands(tmp_path, typed):
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
-    words = ["run", str(tmp_path / "small.yaml"), "measure=[clients, bounding, trajectory]"]
-    for each in (
-        [*words, "--out", str(tmp_path / "o"), "--quiet"],
-        ["report", str(tmp_path / "o")],
-    ):
-        code, said, _ = typed(*each)
+def test_a_run_and_its_report_by_the_commands(small, tmp_path, typed):
+    out = tmp_path / "o"
+    measured = "measure=[clients, bounding, trajectory]"
+    for words in (["run", small, measured, "--out", out, "--quiet"], ["report", out]):
+        code, said, _ = typed(*words)
         assert code == 0
-    assert said.strip() == f"Report: {tmp_path / 'o' / 'report' / 'index.html'}"
-    left_out = page(tmp_path / "o").partition('id="left-out"')[2]
+    assert said.strip() == f"Report: {out / 'report' / 'index.html'}"
+    left_out = page(out).partition('id="left-out"')[2]
     assert set(re.findall(r"<li><strong>(.*?)</strong>", left_out)) == {
         *(f"{what} by second" for what in ("Test accuracy", "Loss", "Epsilon")),  # under 5 s
         "Every client&#39;s epsilon against its budget",

@@ -1,7 +1,6 @@
 """Which classes are taken for which."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -36,9 +35,9 @@ class Confusion(PlotItem):
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         from matplotlib.colors import LinearSegmentedColormap, to_rgba
 
-        matrix = common[panel]
-        shares = matrix.shares()
-        classes = len(shares)
+        counts, names, _ = common[panel]
+        classes = len(counts)
+        shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1.0)
         deep = to_rgba(PALETTE[0])
         colours = LinearSegmentedColormap.from_list("share", [(*deep[:3], 0.0), deep])
         edges = np.arange(classes + 1) - 0.5
@@ -49,7 +48,7 @@ class Confusion(PlotItem):
             style["color"] = "white" if share > 0.6 else None
             axes.text(predicted, actual, f"{100 * share:.0f}", **style)
         ticks = thin(classes, TICKS)
-        labels = [matrix.names[place] for place in ticks]
+        labels = [names[place] for place in ticks]
         turned = 90 if max(map(len, labels)) > 2 else 0
         axes.set_xticks(ticks, labels, rotation=turned, fontsize=8)
         axes.set_yticks(ticks, labels, fontsize=8)
@@ -59,7 +58,7 @@ class Confusion(PlotItem):
         axes.set_ylabel("class")
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
-        rounds = sorted({matrix.round + 1 for matrix in common.values()})  # as curves count them
+        rounds = sorted({last + 1 for *_, last in common.values()})  # as curves count them
         text = "Of the samples of each class, in a row, the share in percent that was taken for "
         text += f"each class, at the last evaluation (round {', '.join(map(str, rounds))})."
         if any(len(panel.groups[0].runs) > 1 for panel in panels):
@@ -67,23 +66,10 @@ class Confusion(PlotItem):
         return f"{text} From {self.needs().table}.parquet."
 
 
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """`counts`: float64 [classes, classes], samples of each class (rows) taken for each; `names` of
-    the classes; `round`: that of the evaluation.
+def matrix_of(runs: Sequence[Run], table: str) -> tuple[np.ndarray, list[str], int]:
+    """The last evaluation of these runs, added up: the samples of each class (rows) that were taken
+    for each, float64 [classes, classes]; the names of the classes; the round.
     """
-
-    counts: np.ndarray
-    names: Sequence[str]
-    round: int
-
-    def shares(self) -> np.ndarray:
-        """Of each row, float64 [classes, classes]; 0 for a class without samples."""
-        return self.counts / np.maximum(self.counts.sum(axis=1, keepdims=True), 1.0)
-
-
-def matrix_of(runs: Sequence[Run], table: str) -> Matrix:
-    """The matrix of the last evaluation of these runs, added up."""
     tables = []
     for columns in (run.table(table) for run in runs):
         rows = columns["round"] == columns["round"].max()
@@ -95,4 +81,4 @@ def matrix_of(runs: Sequence[Run], table: str) -> Matrix:
     for columns in tables:
         np.add.at(counts, (columns["actual"], columns["predicted"]), columns["samples"])
     short = [name if len(name) <= LONG else f"{name[: LONG - 2]}.." for name in names]
-    return Matrix(counts, short, int(tables[0]["round"][0]))
+    return counts, short, int(tables[0]["round"][0])

@@ -8,7 +8,7 @@ import numpy as np
 
 from raydpfl.report.figures.base import Missing, Piece, PlotItem, name_of
 from raydpfl.report.labels import Quantity, axis, in_words, numeric, quantity
-from raydpfl.report.plot_style import FACTOR, INK, Axes, LegendKey, Look, dots, look, scale
+from raydpfl.report.plot_style import FACTOR, INK, STAR, Axes, LegendKey, Look, dots, look, scale
 from raydpfl.report.run_reader import LabelledRun, Panel, arrange, grouped, labels_of
 
 TICKS = 9  # numbers that each have a tick
@@ -137,7 +137,6 @@ def bars_in_words(common: Any) -> str:
 
 LINES = 7  # combinations of the other values that have a line each
 OTHERS = "others"  # the axis of these combinations
-STAR = Look(INK, "none", "*")
 
 
 class Searched(Points):

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from raydpfl.config.overrides import at
 from raydpfl.report.figures.base import Missing, Names, Piece, ReportItem, name_of
-from raydpfl.report.labels import Quantity, as_number, counted, numeric, quantity
+from raydpfl.report.labels import counted, numeric, quantity
 from raydpfl.report.run_reader import (
     LabelledRun,
     grouped,
@@ -22,13 +22,14 @@ from raydpfl.report.run_reader import (
     values_of,
     varying,
 )
-from raydpfl.report.statistics import SeedSpread, SeedValues, over_seeds, total
+from raydpfl.report.statistics import SeedSpread, SeedValues, total
 from raydpfl.report.tables import (
     PrintedCell,
     Row,
     Table,
     axes_row,
     mean_cell,
+    number_cells,
     without_empty,
 )
 
@@ -127,16 +128,15 @@ class TableItem(ReportItem):
         rows = []
 
         def columns(head: str, value: float, half: float) -> Row:
-            heads = {head: value, f"{head} {PLUS_MINUS}": half}
-            return {Quantity(h, h, percent=percent): as_number(v) for h, v in heads.items()}
+            return number_cells({head: value, f"{head} {PLUS_MINUS}": half}, percent)
 
         for key, cases in grid.cells.items():
             mean, top = grid.spread(self.of, key), grid.spread(best, key)
-            gain = grid.gain(self.of, key, base) if key[1] != base else over_seeds({})
+            gain = grid.gain(self.of, key, base) if key[1] != base else SeedValues({}).spread()
             ours, other = self._printed(published, grid, cases[0])
             optional = {
                 **columns("mean", mean.mean, mean.repetition()),
-                Quantity("std", "std", percent=percent): as_number(mean.std),
+                **number_cells({"std": mean.std}, percent),
                 **columns("best round", top.mean, top.repetition()),
                 **columns(f"against {base}", gain.mean, gain.half_width()),
                 "epsilon that holds": largest_held([case.run for case in cases]),
@@ -170,7 +170,7 @@ class TableItem(ReportItem):
         if number is None:
             return None, ""
         percent = quantity(self.of).percent
-        std = f" \N{PLUS-MINUS SIGN} {number.std}" if number.std else ""
+        std = f" {PLUS_MINUS} {number.std}" if number.std else ""
         text = f"{number.text}{std}{' %' if percent else ''}"
         if number.other:
             return None, f"other task: {text} on {number.other}"

@@ -1,7 +1,7 @@
 """The guarantee that holds, as curves: delta over epsilon, and the power of attacks."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,13 +29,11 @@ class Tradeoff(PlotItem):
     `profile`: delta over epsilon, with a point where the guarantee is stated.
     """
 
-    need_words: ClassVar[str] = "a guarantee that holds in summary.json, by an accountant"
-
     kind: str = "tradeoff"
     of: Literal["attacks", "profile"] = "attacks"
 
     def needs(self) -> str:
-        return self.need_words
+        return "a guarantee that holds in summary.json, by an accountant"
 
     def has(self, case: LabelledRun) -> bool:
         return bool(curve_of(case.run))
@@ -61,9 +59,8 @@ class Tradeoff(PlotItem):
                 axes.plot(x, power, linewidth=1, **_gaussian(group.place).line)
         if self.of == "attacks":
             axes.plot([LEAST, 1], [LEAST, 1], linewidth=1, **REFERENCE.line)
-        for which, measured, values in zip(
-            "xy", AXES[self.of], zip(*ends, strict=True), strict=True
-        ):
+        reached = zip(*ends, strict=True)
+        for which, measured, values in zip("xy", AXES[self.of], reached, strict=True):
             log = self.of == "attacks" or which == "y"
             scale(axes, which, measured, np.concatenate(values), log=log)
 
@@ -83,11 +80,9 @@ class Tradeoff(PlotItem):
         text += f" ({str(stated.sampling).split(';')[0]}), by {stated.accountant}."
         if self.of == "attacks":
             rate, power = curve["at_false_positive_rate"], curve["true_positive_rate"]
-            text += (
-                f" At a false-positive rate of {rate:g} no attack has a true-positive rate above"
-            )
-            text += f" {power:.4g}. None that makes both errors at least {LEAST_RATE:g} of the time"
-            text += " does better than against the nearest Gaussian, of mu"
+            text += f" At a false-positive rate of {rate:g} no attack has a true-positive rate"
+            text += f" above {power:.4g}. None that makes both errors at least {LEAST_RATE:g} of"
+            text += " the time does better than against the nearest Gaussian, of mu"
             text += f" {number(float(curve['mu']))} (regret {curve['regret']:.2g})."
         return f"{text}{first_seed(panels)} From summary.json."
 

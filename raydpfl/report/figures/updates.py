@@ -10,7 +10,7 @@ import numpy as np
 
 from raydpfl.report.figures.base import Need, Piece, PlotItem, first_seed
 from raydpfl.report.labels import quantity
-from raydpfl.report.plot_style import INK, REFERENCE, Axes, LegendKey, Look, dots, look, scale, thin
+from raydpfl.report.plot_style import INK, REFERENCE, STAR, Axes, LegendKey, dots, look, scale, thin
 from raydpfl.report.run_reader import LabelledRun, Panel, Run
 
 LOOKS = {
@@ -22,7 +22,6 @@ QUANTILES = (0.1, 0.5, 0.9)
 MOST = 450  # points of each third of a run
 ALL = 6000  # points of a figure
 THIRDS = ("first", "middle", "last")
-STAR = Look(INK, "none", "*")
 
 
 class Norms(PlotItem):

@@ -34,7 +34,7 @@ from raydpfl.report.labels import (
 from raydpfl.report.pages.run import RunSource, guarantee_row, run_sections, state, unasked
 from raydpfl.report.plot_style import PALETTE
 from raydpfl.report.run_reader import LabelledRun, Run, grouped, largest_held, largest_stated
-from raydpfl.report.statistics import SeedSpread, over_seeds
+from raydpfl.report.statistics import SeedSpread, SeedValues
 from raydpfl.report.tables import Row, Table
 
 # Of `data`, what decides which client has which rows, and how a row is put: not which there are.
@@ -108,7 +108,7 @@ class SeedGroup:
 
     def spread(self, name: str) -> SeedSpread:
         """A number of the last round, over the runs."""
-        return over_seeds({place: last(run, name) for place, run in enumerate(self.runs)})
+        return SeedValues({at: last(run, name) for at, run in enumerate(self.runs)}).spread()
 
     @property
     def epsilon(self) -> float | None:
@@ -186,17 +186,16 @@ class Compared:
         return [*sorted(rest, key=lambda setting: -sign * means[setting]), *lost]
 
     @property
-    def mixed(self) -> str:
-        """In what the epsilons that hold are of different kinds, in words; empty where they are of
-        one.
-        """
+    def mixed(self) -> list[str]:
+        """A line that says in what the epsilons that hold differ, where not of one kind."""
         held = [run.holds[0] for run in self.runs if run.holds]
         values = {
             name: dict.fromkeys(str(getattr(one, name)).replace("_", " ") for one in held)
             for name in TERMS
         }
         parts = [f"{name}: {listed([*of])}" for name, of in values.items() if len(of) > 1]
-        return "; ".join(parts)
+        text = f"The epsilons are not of one kind. They differ in {'; '.join(parts)}."
+        return [text] if parts else []
 
 
 def last(run: Run, name: str) -> float | None:
@@ -308,8 +307,7 @@ def page_of_several(compared: Compared) -> Page:
 def warnings(compared: Compared, drawn: int) -> list[str]:
     """What the reader must know."""
     lines = [f"{run.name}: {line}" for run in compared.runs for line in state(run)]
-    if compared.mixed:
-        lines.append(f"The epsilons are not of one kind. They differ in {compared.mixed}.")
+    lines += compared.mixed
     if drawn < len(compared.settings):
         text = f"Figures have the {drawn} settings with the best {quantity(compared.metric).words}"
         lines.append(f"{text} of {len(compared.settings)}; the tables have all.")

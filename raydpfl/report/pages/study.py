@@ -12,7 +12,6 @@ from raydpfl.report.figures.final_metric import Tuned
 from raydpfl.report.figures.table import REPETITION
 from raydpfl.report.html import Page, PageSection, Tile
 from raydpfl.report.labels import (
-    Quantity,
     accountant,
     counted,
     edge,
@@ -36,8 +35,8 @@ from raydpfl.report.run_reader import (
     values_of,
     varying,
 )
-from raydpfl.report.statistics import Resample, over_seeds
-from raydpfl.report.tables import PrintedCell, Row, Table, axes_row
+from raydpfl.report.statistics import Resample, SeedValues
+from raydpfl.report.tables import PrintedCell, Row, Table, axes_row, number_cells
 
 ENDED = ("completed", "budget", "stopped")
 OUTCOMES = 6  # panels whose outcome stands at the top
@@ -374,7 +373,7 @@ def chosen_values(rows: Sequence[ResultRow], judge: str) -> Table:
         chosen = next((row for row in tries if row["chosen"]), {})
         values = json_of(chosen.get("values"))
         means = {
-            text: over_seeds({row["seed"]: row[judge] for row in runs})
+            text: SeedValues({row["seed"]: row[judge] for row in runs}).spread()
             for text, runs in settings.items()
         }
         scores = [spread.mean for spread in means.values() if spread.count]
@@ -383,8 +382,7 @@ def chosen_values(rows: Sequence[ResultRow], judge: str) -> Table:
         best = means[chosen["values"]].mean if chosen else None
         numbers = {f"{measured.words}, chosen": best}
         numbers |= {"least": min(scores, default=None), "largest": max(scores, default=None)}
-        for head, value in numbers.items():
-            row[Quantity(head, head, percent=measured.percent)] = value
+        row |= number_cells(numbers, measured.percent)
         row["epsilon of all tries"] = tries[0].get("all_tries_epsilon")
         edges = [key for key in values if edge(values[key], [one.get(key) for one in every])]
         shown.append({**row, "at an edge": listed(edges)})

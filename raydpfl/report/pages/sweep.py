@@ -13,7 +13,6 @@ from raydpfl.report.figures.curves import Curves
 from raydpfl.report.figures.final_metric import searched
 from raydpfl.report.html import Page, PageSection, Tile
 from raydpfl.report.labels import (
-    Quantity,
     as_number,
     beyond,
     counted,
@@ -26,8 +25,8 @@ from raydpfl.report.pages.base import PageSource, not_completed, time_tile
 from raydpfl.report.pages.comparison import labels
 from raydpfl.report.pages.run import privacy
 from raydpfl.report.run_reader import LabelledRun, Run, grouped, json_of, read_table
-from raydpfl.report.statistics import SeedSpread, over_seeds
-from raydpfl.report.tables import PrintedCell, Row, Table, spread_row
+from raydpfl.report.statistics import SeedSpread, SeedValues
+from raydpfl.report.tables import PrintedCell, Row, Table, number_cells
 
 CURVES = 6  # settings whose curves are drawn
 WHOLE = ("completed", "budget")  # of a trial that was not stopped for the sake of others
@@ -46,7 +45,7 @@ class RankedSetting:
 
     @property
     def spread(self) -> SeedSpread:
-        return over_seeds(dict(enumerate(self.scores)))
+        return SeedValues(dict(enumerate(self.scores))).spread()
 
     @property
     def epsilons(self) -> Row:
@@ -179,7 +178,7 @@ class SweepSource(PageSource):
             mean = as_number(one.spread.mean)
             cell = PrintedCell(mean, number(mean, percent), one.best)
             row: Row = {**one.values, f"{words}, mean": cell}
-            row |= {Quantity("std", "std", percent=percent): as_number(one.spread.std)}
+            row |= number_cells({"std": one.spread.std}, percent)
             row |= {"seeds": one.spread.count, "best": "best" if one.best else ""}
             rows.append({**row, **one.epsilons})
         caption = "Means and sample standard deviations over the seeds, of the last round; of "
@@ -202,11 +201,10 @@ class SweepSource(PageSource):
             rows: list[Row] = []
             for choice in (one for one in bests if one["setting"] in self.settings):
                 setting = self.settings[choice["setting"]]
-                spread = SeedSpread(len(setting.trials), choice["mean"], choice["spread"])
-                mean = f"{self.measured.words}, mean"
+                numbers = {f"{self.measured.words}, mean": choice["mean"], "std": choice["spread"]}
                 row: Row = {key: setting.values[key]}
-                row |= spread_row(mean, "std", spread, self.measured.percent)
-                row |= {"seeds": spread.count}
+                row |= number_cells(numbers, self.measured.percent)
+                row |= {"seeds": len(setting.trials)}
                 row |= {other: text for other, text in setting.values.items() if other != key}
                 row |= {"at an edge": listed([*choice["edges"]])} if at_edge else {}
                 rows.append({**row, **setting.epsilons})
