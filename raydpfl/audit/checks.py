@@ -47,30 +47,24 @@ class Check:
     def __post_init__(self) -> None:
         object.__setattr__(self, "passed", bool(self.passed))
 
+    def line(self) -> str:
+        """Its outcome, for a terminal."""
+        return f"{'passed' if self.passed else 'FAILED'}  {self.name}: {self.finding}"
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def of_runs(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> list[Check]:
     """All checks that the runs allow, each with this probability of a false alarm at most."""
+    results = [ledger(runs), cohorts(runs, alarm), matrix(runs)]
     if runs[0].plan.lattice is not None:  # the runs of a replay, which sees integers exactly
-        drawn = noise_of_sums(runs, alarm) if runs[0].squares else noise_of_updates(runs, alarm)
-        exact = [ledger(runs), cohorts(runs, alarm), matrix(runs), sums(runs), drawn]
-        return [check for check in exact if check is not None]
-    results = [
-        ledger(runs),
-        cohorts(runs, alarm),
-        matrix(runs),
-        bounds(runs, alarm),
-        sums(runs),
-        grid(runs, alarm),
-        noise_of_sums(runs, alarm),
-        noise_of_updates(runs, alarm),
-        noise_of_answers(runs, alarm),
-        noise_of_histograms(runs, alarm),
-        keys(runs, alarm),
-        normality(runs, alarm),
-    ]
+        drawn = noise_of_sums if runs[0].squares else noise_of_updates
+        results += [sums(runs), drawn(runs, alarm)]
+    else:
+        results += [bounds(runs, alarm), sums(runs)]
+        of_noise = (noise_of_sums, noise_of_updates, noise_of_answers, noise_of_histograms)
+        results += [look(runs, alarm) for look in (grid, *of_noise, keys, normality)]
     return [check for check in results if check is not None]
 
 
