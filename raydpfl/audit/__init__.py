@@ -178,18 +178,20 @@ class Audit:
                 f"  proven     at least {view.lower:.4g}, with confidence {view.confidence:.0%}: "
                 f"of {view.canaries} canaries {view.guesses} are guessed, {view.right} right; "
                 f"all right would prove {view.reach:.4g}",
-                *view.of_curve,
-                f"  estimated  {estimate.epsilon:.4g} ({estimate.low:.4g} to {estimate.high:.4g})",
             ]
+            if view.lower_of_curve is not None:
+                lines.append(
+                    f"  refuted    the claimed trade-off curve, at noise for epsilon "
+                    f"{view.lower_of_curve:.4g} and less, with the same confidence"
+                )
+            interval = f"({estimate.low:.4g} to {estimate.high:.4g})"
+            lines.append(f"  estimated  {estimate.epsilon:.4g} {interval}")
             if claim.relation != "replace_one":
                 lines[-1] += (
                     f"; with variances as fitted {estimate.forward:.4g} one direction and "
                     f"{estimate.backward:.4g} the other"
                 )
-        lines += [
-            f"{'passed' if check.passed else 'FAILED'}  {check.name}: {check.finding}"
-            for check in self.checks
-        ]
+        lines += [check.line() for check in self.checks]
         return "\n".join([*lines, *(f"note: {note}." for note in self.notes), self.verdict])
 
 
@@ -262,17 +264,11 @@ def result_folder(
 
 def _check(e: Experiment, canaries: int, confidence: float, delta: float | None) -> None:
     if not e.private:
-        raise ConfigError(
-            "noise.kind",
-            e.noise.kind,
-            "gaussian: without noise nothing is claimed, and there is nothing to audit",
-        )
+        expected = "gaussian: without noise nothing is claimed, and there is nothing to audit"
+        raise ConfigError("noise.kind", e.noise.kind, expected)
     if not rigorous(e.privacy.accountants):
-        raise ConfigError(
-            "privacy.accountants",
-            list(e.privacy.accountants),
-            "pld or rdp among them: an audit holds a run against a rigorous claim",
-        )
+        expected = "pld or rdp among them: an audit holds a run against a rigorous claim"
+        raise ConfigError("privacy.accountants", list(e.privacy.accountants), expected)
     if e.noise.stands_for is not None:
         expected = "none: the clients that it stands for do not run, and cannot be audited"
         raise ConfigError("noise.virtual_cohort", e.noise.stands_for, expected)
@@ -280,15 +276,11 @@ def _check(e: Experiment, canaries: int, confidence: float, delta: float | None)
         expected = "none in an audit, whose canaries send as much as the bound in every round"
         raise ConfigError("privacy.individual", str(e.privacy.individual), expected)
     if e.selection.asks:
-        raise ConfigError(
-            "selection.kind",
-            e.selection.kind,
-            "one that does not look at losses: a canary has none that would be its own",
-        )
+        expected = "one that does not look at losses: a canary has none that would be its own"
+        raise ConfigError("selection.kind", e.selection.kind, expected)
     if canaries < 10:
-        raise ConfigError(
-            "canaries", canaries, "at least 10; 1000 and more for a bound worth having"
-        )
+        expected = "at least 10; 1000 and more for a bound worth having"
+        raise ConfigError("canaries", canaries, expected)
     if not 0.5 <= confidence < 1:
         raise ConfigError("confidence", confidence, "a number from 0.5, below 1")
     if delta is not None and not 0 < delta < 1:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from raydpfl.core.messages import ChunkResult
+from raydpfl.data import RowReader
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.client.actor_round import ChunkRound
@@ -21,6 +22,9 @@ from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.pool import Inline
 from raydpfl.training.backends.base import Block
+
+Rows = tuple[np.ndarray, np.ndarray]
+"""x float32 [n, *shape] and y [n]."""
 
 ROUNDING = 1e-6  # relative: what float64 and the sums' grid may differ by
 
@@ -102,6 +106,27 @@ class CanaryRun(Coordinator):
     def _ledger_text(self) -> bytes:
         path = self.ledger.path
         return path.read_bytes() if path.exists() else b""
+
+
+class OtherRows(RowReader):
+    """A reader of rows, with others for those of some clients: of those that `others` has any for,
+    x and y of all rows.
+    """
+
+    def __init__(self, reader: RowReader, others: Callable[[int], Rows | None]):
+        self._reader = reader
+        self._others = others
+
+    def rows(self, client: int, picked: np.ndarray | None) -> Rows:
+        """As `RowReader.rows`."""
+        rows = self._others(client)
+        if rows is None:
+            return self._reader.rows(client, picked)
+        x, y = rows
+        return rows if picked is None else (x[picked], y[picked])
+
+    def release(self) -> None:
+        self._reader.release()
 
 
 R = TypeVar("R", bound=CanaryRun)

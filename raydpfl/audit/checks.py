@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from scipy.special import ndtri
-from scipy.stats import binom, chi2, kstest
+from scipy.stats import binom, kstest
 
 from raydpfl.audit.canaries import ROUNDING, CanaryRun
 from raydpfl.audit.client_canaries import ClientCanaryRun, on_sums
+from raydpfl.check.contract import largest_correlation, normal_limit, tail
 from raydpfl.methods.noise import Whitening, whitening_matrix
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation.plan import Plan
@@ -47,30 +47,24 @@ class Check:
     def __post_init__(self) -> None:
         object.__setattr__(self, "passed", bool(self.passed))
 
+    def line(self) -> str:
+        """Its outcome, for a terminal."""
+        return f"{'passed' if self.passed else 'FAILED'}  {self.name}: {self.finding}"
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def of_runs(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> list[Check]:
     """All checks that the runs allow, each with this probability of a false alarm at most."""
+    results = [ledger(runs), cohorts(runs, alarm), matrix(runs)]
     if runs[0].plan.lattice is not None:  # the runs of a replay, which sees integers exactly
-        drawn = noise_of_sums(runs, alarm) if runs[0].squares else noise_of_updates(runs, alarm)
-        exact = [ledger(runs), cohorts(runs, alarm), matrix(runs), sums(runs), drawn]
-        return [check for check in exact if check is not None]
-    results = [
-        ledger(runs),
-        cohorts(runs, alarm),
-        matrix(runs),
-        bounds(runs, alarm),
-        sums(runs),
-        grid(runs, alarm),
-        noise_of_sums(runs, alarm),
-        noise_of_updates(runs, alarm),
-        noise_of_answers(runs, alarm),
-        noise_of_histograms(runs, alarm),
-        keys(runs, alarm),
-        normality(runs, alarm),
-    ]
+        drawn = noise_of_sums if runs[0].squares else noise_of_updates
+        results += [sums(runs), drawn(runs, alarm)]
+    else:
+        results += [bounds(runs, alarm), sums(runs)]
+        of_noise = (noise_of_sums, noise_of_updates, noise_of_answers, noise_of_histograms)
+        results += [look(runs, alarm) for look in (grid, *of_noise, keys, normality)]
     return [check for check in results if check is not None]
 
 
@@ -166,7 +160,7 @@ def bounds(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check
     noisy = runs[0].by_client  # else the contribution bare, in bounds
     if noisy:
         beyond, t, client = max(measured, key=lambda row: abs(row[0]), default=(0.0, 0, 0))
-        passed = abs(beyond) <= _normal_limit(len(measured), alarm)
+        passed = abs(beyond) <= normal_limit(len(measured), alarm)
         distance = f"{abs(beyond):.1f} stds of its noise from its bound"
     else:
         excess, t, client = max(measured, default=(-1.0, 0, 0))
@@ -250,12 +244,8 @@ def noise_of_steps(plan: Plan, alarm: float = FALSE_ALARM) -> list[Check]:
     drawn = np.concatenate(rows)
     squares = zip(np.square(drawn).sum(1).tolist(), names, strict=True)
     check = _chi_squared("noise of steps", WIDE, list(squares), alarm)
-    lengths = np.linalg.norm(drawn, axis=1, keepdims=True)
-    drawn = np.divide(drawn, lengths, out=np.zeros_like(drawn), where=lengths > 0)
-    products = np.tril(np.abs(drawn @ drawn.T), -1)
-    later, first = np.unravel_index(int(products.argmax()), products.shape)
-    far = float(products.max()) * math.sqrt(WIDE)
-    passed = far <= _normal_limit(len(drawn) * (len(drawn) - 1) // 2, alarm)
+    far, first, later = largest_correlation(drawn)
+    passed = far <= normal_limit(math.comb(len(drawn), 2), alarm)
     finding = f"the largest correlation of {len(drawn)} draws is {far:.1f} standard errors"
     finding += "" if passed else f", of {names[first]} and {names[later]}"
     return [check, Check("keys of steps", passed, finding, alarm)]
@@ -296,7 +286,7 @@ def noise_of_answers(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM
     silent = _without_noise(drawn, alarm)
     if silent:
         return Check(name, False, silent, alarm)
-    limit = _normal_limit(len(drawn) * (len(drawn) - 1) // 2, alarm)
+    limit = normal_limit(math.comb(len(drawn), 2), alarm)
     for (one, first), (other, second) in itertools.combinations(drawn.items(), 2):
         off = abs(float(np.corrcoef(first, second)[0, 1])) * math.sqrt(len(first))
         if off > limit:
@@ -348,19 +338,15 @@ def _chi_squared(name: str, d: int, draws: Sequence[tuple[float, str]], alarm: f
     if not draws:
         return Check(name, True, "no client was there to draw any")
     squares = np.array([square for square, _ in draws])
-    tail = _tail(squares, d)
-    worst = int(np.argmin(tail))
+    tails = tail(squares, d)
+    worst = int(np.argmin(tails))
     ratio = math.sqrt(squares[worst] / d)
-    alone = tail[worst] * 4 * len(draws) >= alarm
-    passed = alone and float(_tail(squares.sum(), d * len(draws))) * 4 >= alarm
+    alone = tails[worst] * 4 * len(draws) >= alarm
+    passed = alone and float(tail(squares.sum(), d * len(draws))) * 4 >= alarm
     overall = math.sqrt(squares.mean() / d)
     finding = f"{overall:.5f} of the std that was accounted for, over all"
     finding += "" if alone else f"; {ratio:.4g} of it for {draws[worst][1]}"
     return Check(name, passed, finding, alarm)
-
-
-def _tail(squares: np.ndarray, d: int) -> np.ndarray:
-    return np.minimum(chi2.cdf(squares, d), chi2.sf(squares, d))
 
 
 def keys(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check:
@@ -374,14 +360,10 @@ def keys(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check:
     for what, noises in groups.items():
         rows = np.stack(noises) if noises else np.zeros((0, 1))
         rows = rows[rows.any(axis=1)]  # other checks notice a sum without noise
-        rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-        comparisons += len(rows) * (len(rows) - 1) // 2
-        for start in range(0, len(rows), 512):
-            products = np.tril(np.abs(rows[start : start + 512] @ rows.T), start - 1)
-            later, first = np.unravel_index(int(products.argmax()), products.shape)
-            where = f"{what} {first} and {start + later} (counted in order)"
-            worst = max(worst, (float(products.max()) * math.sqrt(rows.shape[1]), where))
-    passed = worst[0] <= _normal_limit(comparisons, alarm)
+        comparisons += math.comb(len(rows), 2)
+        far, first, later = largest_correlation(rows)
+        worst = max(worst, (far, f"{what} {first} and {later} (counted in order)"))
+    passed = worst[0] <= normal_limit(comparisons, alarm)
     finding = f"the largest of {comparisons:,} correlations is {worst[0]:.1f} standard errors"
     finding += "" if passed else f", of the noise of {worst[1]}"
     return Check("keys", passed, finding, alarm)
@@ -394,7 +376,3 @@ def normality(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Ch
     off = f"{test.statistic:.2g} (p = {test.pvalue:.2g})"
     finding = f"the distribution of {len(values):,} coordinates is off by {off}"
     return Check("normality", test.pvalue >= alarm, finding, alarm)
-
-
-def _normal_limit(comparisons: int, alarm: float) -> float:
-    return -float(ndtri(alarm / (2 * max(1, comparisons))))

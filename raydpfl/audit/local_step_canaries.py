@@ -32,11 +32,11 @@ from torch.func import functional_call, grad, vmap
 from raydpfl import models
 from raydpfl.audit import observers
 from raydpfl.audit.bounds import Family, TradeOffCurve
-from raydpfl.audit.canaries import CanaryRun, carried_out
+from raydpfl.audit.canaries import CanaryRun, OtherRows, Rows, carried_out
 from raydpfl.audit.checks import Check
 from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.data import RowReader, Shards
+from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
 from raydpfl.models.tasks import Task
 from raydpfl.privacy import Guarantee, TradeOff, rigorous
@@ -60,10 +60,6 @@ AGREES = 0.01  # of its clipped gradients: by how much an update may differ from
 ROUNDING = 1e-6  # relative: of float32
 KINDS = 4  # mechanisms of clients whose trade-off curves are looked at together
 CHUNK = 1 << 24  # numbers of per-sample gradients at once
-
-
-Samples = tuple[np.ndarray, np.ndarray]
-"""x float32 [n, *shape] and y [n]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +109,7 @@ class SampleCanaries:
         end = int(self.ends[place])
         return slice(end - int(self.plan.population.sizes[client]), end)
 
-    def pair(self, client: int) -> tuple[Samples, Samples]:
+    def pair(self, client: int) -> tuple[Rows, Rows]:
         """Both samples of all of a client's canaries; y is int64, or float32 for regression."""
         n = int(self.plan.population.sizes[client])
         classes = self.shards.classes
@@ -131,13 +127,15 @@ class SampleCanaries:
         y = scales.astype(np.float32)
         return (x, y), (x, -y)
 
-    def rows(self, client: int) -> Samples:
-        """The samples that the coins took, x and y."""
+    def rows(self, client: int) -> Rows | None:
+        """The samples that the coins took, x and y; None for a client without canaries."""
+        part = self.part(client)
+        if part is None:
+            return None
         (x, y), (other, target) = self.pair(client)
-        inside = self.inside[self.part(client)]
-        return np.where(inside.reshape(-1, *[1] * (x.ndim - 1)), x, other), np.where(
-            inside, y, target
-        )
+        inside = self.inside[part]
+        wide = inside.reshape(-1, *[1] * (x.ndim - 1))
+        return np.where(wide, x, other), np.where(inside, y, target)
 
     def pair_gradients(
         self, client: int, parameters: torch.Tensor, most: int | None = None
@@ -154,24 +152,6 @@ class SampleCanaries:
                 for x, y in pair
             )
             yield piece, one, other
-
-
-class CanaryRows(RowReader):
-    """A reader of rows, with canaries for those of some clients."""
-
-    def __init__(self, shards: Shards, canaries: SampleCanaries):
-        self._reader = shards.reader
-        self._canaries = canaries
-
-    def rows(self, client: int, picked: np.ndarray | None) -> Samples:
-        """As `RowReader.rows`."""
-        if self._canaries.part(client) is None:
-            return self._reader.rows(client, picked)
-        x, y = self._canaries.rows(client)
-        return (x, y) if picked is None else (x[picked], y[picked])
-
-    def release(self) -> None:
-        self._reader.release()
 
 
 class SampleCanaryRun(CanaryRun):
@@ -208,7 +188,7 @@ class SampleCanaryRun(CanaryRun):
         self.trainer.noise_seed = plan.noise_seed
 
     def plant(self, actor: ClientActor) -> None:
-        actor.shards.reader = CanaryRows(actor.shards, self.canaries)
+        actor.shards.reader = OtherRows(actor.shards.reader, self.canaries.rows)
 
     def sent(self, state: ChunkRound, block: Block, vector: torch.Tensor) -> None:
         """See `CanaryRun.sent`: adds the evidence that an update gives about its client's canaries,
@@ -271,7 +251,9 @@ class SampleCanaryRun(CanaryRun):
         e = self.experiment
         n = int(self.plan.population.sizes[client])
         lr = e.local.learning_rate(t)
-        samples, labels = self.canaries.rows(client)
+        rows = self.canaries.rows(client)
+        assert rows is not None  # a canary client
+        samples, labels = rows
         index, sizes = batches(e.seed, t, [client], [draw], [n], e.local)
         taken, _ = picked(index, sizes, np.array([n]), e.local)
         drawn = samples if taken[0] is None else samples[taken[0]]
@@ -284,14 +266,13 @@ class SampleCanaryRun(CanaryRun):
         model = start.clone()
         velocity, total, clipped = torch.zeros(3, len(start), dtype=torch.float64)
         for step in range(steps):
-            rows = index[0, step, : sizes[0]]
+            batch = index[0, step, : sizes[0]]
             gradient = torch.zeros_like(start)
-            for part in np.split(
-                rows, range(self.gradients.width, len(rows), self.gradients.width)
-            ):
+            width = self.gradients.width
+            for part in np.split(batch, range(width, len(batch), width)):
                 data = torch.from_numpy(samples[part]), torch.from_numpy(labels[part])
                 gradient += self.gradients(model.float(), *data).sum(0, dtype=torch.float64)
-            gradient /= len(rows)
+            gradient /= len(batch)
             clipped += weights[step] * gradient
             gradient += noises[step] + self.linear.decay * model + correction
             gradient += self.linear.proximal * (model - start)

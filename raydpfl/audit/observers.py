@@ -129,16 +129,6 @@ class ObserverAudit:
         )
 
     @property
-    def of_curve(self) -> tuple[str, ...]:
-        """What the guesses refute of trade-off curves, in words."""
-        if self.lower_of_curve is None:
-            return ()
-        return (
-            f"  refuted    the claimed trade-off curve, at noise for epsilon "
-            f"{self.lower_of_curve:.4g} and less, with the same confidence",
-        )
-
-    @property
     def refuted(self) -> bool:
         """Whether the claim is below what is proven: the claimed epsilon, or its curve."""
         return max(self.lower, self.lower_of_curve or 0.0) > self.claimed.epsilon

@@ -149,9 +149,10 @@ def resolved(target: str | type) -> tuple[str, type, str]:
             raise ConfigError("member", target, ACCEPTED)
         path = target
         cls = load(target, "member")
-    makes = _makes_modules(cls, path)
-    if makes:
-        return makes
+    if isinstance(cls, FunctionType) or (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        path = path or f"{cls.__module__}:{cls.__qualname__}"
+        factory(path)
+        return "model", Module, path
     section = ""
     if isinstance(cls, type):
         derived = (
@@ -171,17 +172,6 @@ def resolved(target: str | type) -> tuple[str, type, str]:
     if section in SECTIONS:
         user_classes.complete(user_class(path, section, BASES[section]), section, path)
     return section, cls, path
-
-
-def _makes_modules(made: Any, path: str) -> tuple[str, type, str] | None:
-    """What a config names a class of modules, or a function that makes one, by; None: it is no such
-    thing. Raises `ConfigError`.
-    """
-    if isinstance(made, FunctionType) or (isinstance(made, type) and issubclass(made, nn.Module)):
-        path = path or f"{made.__module__}:{made.__qualname__}"
-        factory(path)
-        return "model", Module, path
-    return None
 
 
 def _built_in(name: str) -> tuple[str, type, str] | None:

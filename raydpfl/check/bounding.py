@@ -221,7 +221,7 @@ def receive(case: Example) -> str:
         hold(mean.dtype == np.float64, f"it is {mean.dtype}, not float64")
         hold(np.isfinite(mean).all(), "it is not finite")
         hold(np.array_equal(sums, released), "the released sum is changed in place")
-        same_shapes(start, state, "the state")
+        same_shapes(start, state)
         states.append(mean)
         member.receive(-3 * released, copied(start), facts)
     hold(np.array_equal(states[0], states[1]), "asked twice, it is another")

@@ -14,6 +14,7 @@ Clause(name='even', kept=True, finding='2 is', example='')
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -21,6 +22,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from scipy.special import ndtri
+from scipy.stats import chi2
 
 from raydpfl.core.prng import Purpose, keyed_globals, stream
 from raydpfl.errors import RAISED, in_line
@@ -123,19 +126,39 @@ def close(one: Any, other: Any, tolerance: float = 1e-9) -> bool:
     return bool(np.allclose(first, second, rtol=tolerance, atol=tolerance * size, equal_nan=True))
 
 
-def same_shapes(before: dict[str, np.ndarray], after: dict[str, np.ndarray], who: str) -> None:
+def same_shapes(before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> None:
     """Raises `Broken` unless a state has the names, shapes and dtypes that it had."""
-    hold(
-        before.keys() == after.keys(), f"{who} has {sorted(after)}, and began with {sorted(before)}"
-    )
+    names = f"the state has {sorted(after)}, and began with {sorted(before)}"
+    hold(before.keys() == after.keys(), names)
     for name, array in before.items():
         now = np.asarray(after[name])
-        hold(
-            (now.shape, now.dtype) == (array.shape, array.dtype),
-            f"{who}'s {name} began as {array.dtype} {list(array.shape)}, and is {now.dtype} "
-            f"{list(now.shape)}",
-        )
-        hold(np.isfinite(now).all(), f"{who}'s {name} is not finite")
+        began = f"the state's {name} began as {array.dtype} {list(array.shape)}"
+        same = (now.shape, now.dtype) == (array.shape, array.dtype)
+        hold(same, f"{began}, and is {now.dtype} {list(now.shape)}")
+        hold(np.isfinite(now).all(), f"the state's {name} is not finite")
+
+
+def tail(squares: Any, dof: Any) -> Any:
+    """The smaller tail probability of chi-squared numbers of these degrees of freedom."""
+    return np.minimum(chi2.cdf(squares, dof), chi2.sf(squares, dof))
+
+
+def normal_limit(comparisons: int, alarm: float) -> float:
+    """What the largest of so many standard normals passes with probability `alarm` at most."""
+    return -float(ndtri(alarm / (2 * max(1, comparisons))))
+
+
+def largest_correlation(rows: np.ndarray) -> tuple[float, int, int]:
+    """The largest correlation of two rows, float [n, d], in standard errors, and which two."""
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    units = np.divide(rows, lengths, out=np.zeros_like(rows), where=lengths > 0)
+    worst = (0.0, 0, 0)
+    for start in range(0, len(units), 512):
+        products = np.tril(np.abs(units[start : start + 512] @ units.T), start - 1)
+        later, first = np.unravel_index(int(products.argmax()), products.shape)
+        far = float(products.max()) * math.sqrt(rows.shape[1])
+        worst = max(worst, (far, int(first), start + int(later)))
+    return worst
 
 
 def copied(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -162,18 +161,10 @@ class Example:
         """A config with the member in it."""
         tree = {**copy.deepcopy(AROUND), **copy.deepcopy(around)}
         if self.section == "task":
-            data = {
-                "kind": "raydpfl.check.tasks:RandomTargets",
-                "clients": CLIENTS,
-                "task": self.values,
-            }
+            data = {"kind": TARGETS, "clients": CLIENTS, "task": self.values}
             return {**tree, "data": data, "model": {"kind": LINEAR_NET}}
         mine = [self.values] if self.section in ("measure", "track") else self.values
         return {**tree, self.section: mine}
-
-    def part_of(self, experiment: Experiment) -> Any:
-        """The part of an experiment that is the member, or has it."""
-        return experiment.data if self.section == "task" else getattr(experiment, self.section)
 
     @cached_property
     def _found(self) -> tuple[Plan | None, str]:
@@ -242,11 +233,6 @@ class Example:
         except RAISED as error:  # a user's code may raise anything
             self._failed = not isinstance(error, Untaken)
             raise
-
-    @cached_property
-    def sizes(self) -> np.ndarray:
-        """Samples of each client, int64 [N]."""
-        return np.array(self.plan.population.sizes)
 
 
 def arounds(section: str) -> tuple[dict[str, Any], ...]:

@@ -168,7 +168,7 @@ def receive(case: Example) -> str:
         sums = mean.copy()
         member.receive(sums, state, facts)
         hold(np.array_equal(sums, mean), "the mean update is changed in place")
-        same_shapes(start, state, "the state")
+        same_shapes(start, state)
         states.append(state)
         member.receive(-2 * mean, copied(start), facts)
     for name in start:

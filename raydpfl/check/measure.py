@@ -1,5 +1,7 @@
 """The contract of a measurement: see `raydpfl.methods.probes`."""
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow.parquet as pq
 
@@ -11,8 +13,6 @@ from raydpfl.simulation.recorder import CLIENT_COLUMNS
 
 def no_bit_changed(case: Example) -> str:
     """Measuring changes no bit of the model."""
-    from dataclasses import replace
-
     plan = case.plan
     bare = replace(plan, experiment=plan.experiment.model_copy(update={"measure": ()}))
     without = carried_out(bare, case.folder / "without").parameters()

@@ -69,6 +69,13 @@ def _built(case: Example) -> tuple[nn.Module, Form]:
     return copy.deepcopy(case.module), _form(case)
 
 
+def _rows(form: Form, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of so many samples."""
+    generator = stream(0, Purpose.DATA)
+    x = form.inputs(count, generator)
+    return x, form.task.made_up(generator, count, form.outputs).reshape(count, *form.target.shape)
+
+
 def _made(case: Example, seed: int) -> nn.Module:
     return models.build(case.plan.experiment.model, _form(case), seed)
 
@@ -115,10 +122,7 @@ def initial_parameters(case: Example) -> str:
 def same_bits_twice(case: Example) -> str:
     """Asked twice, outputs and gradients are the same to the last bit."""
     module, form = _built(case)
-    generator = stream(0, Purpose.DATA)
-    x = form.inputs(4, generator)
-    y = form.task.made_up(generator, 4, form.outputs)
-    y = y.reshape(4, *form.target.shape)
+    x, y = _rows(form, 4)
     module.train()
     first = _gradients(module, form, x, y)
     _gradients(module, form, x.flip(0), y.flip(0))
@@ -142,16 +146,11 @@ def _gradients(
 def every_parameter(case: Example) -> str:
     """Each trained parameter has a gradient: what has none is sent, with noise, for nothing."""
     module, form = _built(case)
-    x = form.inputs(4, stream(0, Purpose.DATA))
-    y = form.task.made_up(stream(0, Purpose.DATA), 4, form.outputs)
+    x, y = _rows(form, 4)
     with keyed_globals(0):
-        form.task.loss(module(x), y.reshape(4, *form.target.shape)).mean().backward()
-    named = [
-        (name, parameter)
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    ]
-    without = [name for name, parameter in named if parameter.grad is None]
+        form.task.loss(module(x), y).mean().backward()
+    named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+    without = [name for name, each in named if each.grad is None]
     remedy = f"model.frozen={without[:3]} keeps them out"
     hold(not without, f"{', '.join(without[:3])} of {len(named)} have none ({remedy})")
     return f"{len(named)} tensors"

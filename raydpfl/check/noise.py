@@ -6,10 +6,9 @@ from itertools import combinations
 from typing import cast
 
 import numpy as np
-from scipy.special import ndtri
-from scipy.stats import chi2, kstest
+from scipy.stats import kstest
 
-from raydpfl.check.contract import FALSE_ALARM, hold
+from raydpfl.check.contract import FALSE_ALARM, hold, largest_correlation, normal_limit, tail
 from raydpfl.check.example import Example
 from raydpfl.methods.noise import SideQuery, Whitening, whitening_matrix
 from raydpfl.privacy import Event, Mechanism
@@ -93,7 +92,7 @@ def std(case: Example) -> str:
     if not drawn:
         return "none is drawn on sums or on what clients send"
     squares = np.array([float(draw @ draw) for draw in drawn])
-    tails = np.minimum(chi2.cdf(squares, D), chi2.sf(squares, D))
+    tails = tail(squares, D)
     overall = math.sqrt(squares.mean() / D)
     wrong = f"it has {overall:.4g} of its std, over all"
     hold(tails.min() * 2 * len(tails) >= FALSE_ALARM, wrong)
@@ -116,13 +115,11 @@ def independent(case: Example) -> str:
     drawn += [*_on_sums(case, seed=4), *_client_scores(case, seed=4)]
     if not drawn:
         return "none is drawn on sums or on what clients send"
-    rows = np.stack(drawn)
-    rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-    pairs = np.triu_indices(len(rows), 1)
-    worst = float(np.abs((rows @ rows.T)[pairs]).max()) * math.sqrt(D)
-    limit = -float(ndtri(FALSE_ALARM / (2 * len(pairs[0]))))
+    pairs = math.comb(len(drawn), 2)
+    worst, *_ = largest_correlation(np.stack(drawn))
+    limit = normal_limit(pairs, FALSE_ALARM)
     hold(worst <= limit, f"two vectors are correlated by {worst:.1f} standard errors")
-    return f"the largest of {len(pairs[0]):,} correlations is {worst:.1f} standard errors"
+    return f"the largest of {pairs:,} correlations is {worst:.1f} standard errors"
 
 
 # of runs of many rounds: seed, std, parameters, rounds
@@ -151,7 +148,7 @@ def late_rounds(case: Example) -> str:
             sums = np.add.reduceat(squares, np.arange(0, rounds, TOGETHER))
             dof = d * np.diff([*range(0, rounds, TOGETHER), rounds])
             for statistic, degrees in ((squares, np.full(rounds, d)), (sums, dof)):
-                tails = np.minimum(chi2.cdf(statistic, degrees), chi2.sf(statistic, degrees))
+                tails = tail(statistic, degrees)
                 t = int(tails.argmin()) * (rounds // len(statistic))
                 share = math.sqrt(statistic[tails.argmin()] / degrees[tails.argmin()])
                 least = 2 * len(statistic) * float(tails.min())
@@ -222,6 +219,5 @@ def on_queries(case: Example) -> str:
     second = noise.on_query(asked)
     hold(second == found[0], "asked twice, it is another")
     square = float(np.sum(np.square(found))) / STD**2
-    tail = 2 * min(chi2.cdf(square, D), chi2.sf(square, D))
-    hold(tail >= FALSE_ALARM, f"it has {math.sqrt(square / D):.4g} of its std")
+    hold(2 * tail(square, D) >= FALSE_ALARM, f"it has {math.sqrt(square / D):.4g} of its std")
     return f"{math.sqrt(square / D):.4f} of it"

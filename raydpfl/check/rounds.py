@@ -4,9 +4,8 @@ import math
 from typing import cast
 
 import numpy as np
-from scipy.stats import chi2
 
-from raydpfl.check.contract import FALSE_ALARM, equal, hold
+from raydpfl.check.contract import FALSE_ALARM, equal, hold, tail
 from raydpfl.check.example import Example
 from raydpfl.check.runs import Watched
 from raydpfl.methods.noise import Whitening
@@ -85,10 +84,10 @@ def bound_held(case: Example) -> str:
 def epsilon(case: Example) -> str:
     """A run with noise is private, and its epsilon is that of what it releases."""
     plan = case.plan
-    mechanism = plan.mechanism
+    e, mechanism = plan.experiment, plan.mechanism
     if mechanism is None:
         return "not private"
-    spent = case.whole.accounts.spent(plan.experiment.rounds - 1)
+    spent = case.whole.accounts.spent(e.rounds - 1)
     least = min((spent[name] for name in plan.rigorous), default=math.inf)
     hold(math.isfinite(least), f"no rigorous accountant covers {mechanism.cohorts}")
     sampling = mechanism.cohorts
@@ -97,26 +96,26 @@ def epsilon(case: Example) -> str:
         return f"{least:.4g} for one sample"
     share = plan.cohort / sampling.cohort
     released = [Query("updates", 1.0, plan.ratio / share)]
-    for query in plan.experiment.bounding.queries():
+    for query in e.bounding.queries():
         std = plan.side_stds[query.name] / share
         released.append(Query(query.name, query.bound, std))
-    asked = plan.experiment.selection.loss_query
+    asked = e.selection.loss_query
     held = Mechanism(
         sampling,
         (*released, *([asked] if asked else [])),
-        plan.experiment.rounds,
-        placement=plan.experiment.noise.drawn_by() or "server",
-        stateful=plan.experiment.stateful.kind if plan.experiment.stateful else "",
-        noise_in_state=plan.experiment.local.stateful
-        and plan.experiment.noise.drawn_by() == "client",
+        e.rounds,
+        placement=e.noise.drawn_by() or "server",
+        stateful=e.stateful.kind if e.stateful else "",
+        noise_in_state=e.local.stateful and e.noise.drawn_by() == "client",
         squares=cast(Mechanism, mechanism).squares,  # which the clause `sensitivity` holds
         integer=cast(Mechanism, mechanism).integer,
-        laplace=plan.experiment.noise.laplace,
-        factors=tuple(map(plan.factor, range(plan.experiment.rounds))),
+        laplace=e.noise.laplace,
+        factors=tuple(map(plan.factor, range(e.rounds))),
     )
     terms = plan.terms
-    report = report_of(held, plan.rigorous, terms)
-    true_curves = report.curves(plan.counted_draws(), plan.composed_rounds)
+    true_curves = report_of(held, plan.rigorous, terms).curves(
+        plan.counted_draws(), plan.composed_rounds
+    )
     for name, curve in true_curves.items():
         true = float(curve[-1])
         says = f"{name} says {spent[name]:.6g}, and what is released costs {true:.6g}"
@@ -134,7 +133,7 @@ def noise_on_sums(case: Example) -> str:
             return "the server draws none"
         scores = plan.experiment.noise.scores(added, plan.drawn_std(t, bound))
         square = float(np.sum(whiten(scores) ** 2))
-        tails.append(min(chi2.cdf(square, plan.d), chi2.sf(square, plan.d)))
+        tails.append(float(tail(square, plan.d)))
     worst = min(tails) * 2 * len(tails)
     hold(worst >= FALSE_ALARM, f"its size has a chance of {worst:.2g} by chi-squared")
     return f"chi-squared p = {min(1.0, worst):.2g}"

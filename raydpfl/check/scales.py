@@ -85,7 +85,7 @@ def hold_samples(backend: str, bound: float) -> None:
         x[place] *= 10.0**inputs
         y[place] *= 10.0**errors
     for bias in (True, False):
-        module = _module(backend, bias)
+        module, count = _module(backend, bias)
         trainer = Trainer(
             module,
             Sgd(steps=1, batch=1, lr=1.0),
@@ -99,7 +99,7 @@ def hold_samples(backend: str, bound: float) -> None:
             flatten(module), x, y, [1] * len(sizes), t=0, clients=clients, draws=[0] * len(sizes)
         )
         for block in chunk:
-            steps = np.asarray(block.updates[:, -module.weight_count :], np.float64)
+            steps = np.asarray(block.updates[:, -count:], np.float64)
             for slot, step in zip(block.slots.tolist(), steps, strict=True):
                 norm = math.hypot(*step)
                 inputs, errors = sizes[slot]
@@ -108,13 +108,9 @@ def hold_samples(backend: str, bound: float) -> None:
                 hold(within, f"{beyond}, above {bound:g}")
 
 
-class _Scaled(nn.Sequential):
-    weight_count: int
-
-
-def _module(backend: str, bias: bool) -> _Scaled:
-    """A regression that begins at 0; for convolutions, after filters that are too small to move
-    it.
+def _module(backend: str, bias: bool) -> tuple[nn.Module, int]:
+    """A regression that begins at 0, and its number of weights; for convolutions, after filters
+    that are too small to move it.
     """
     last = nn.Linear(36 if backend != "convolutional" else 8, 1, bias=bias)
     before: list[nn.Module] = [nn.Flatten()]
@@ -124,6 +120,4 @@ def _module(backend: str, bias: bool) -> _Scaled:
         before = [filters, nn.MaxPool2d(2), nn.ReLU(), nn.Flatten()]
     for parameter in last.parameters():
         nn.init.zeros_(parameter)
-    module = _Scaled(*before, last)
-    module.weight_count = sum(parameter.numel() for parameter in last.parameters())
-    return module
+    return nn.Sequential(*before, last), sum(each.numel() for each in last.parameters())

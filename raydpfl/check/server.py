@@ -34,7 +34,7 @@ def state(case: Example) -> str:
     now = copied(start)
     for t in range(4):
         case.member.step(made_up(D), made_up(D, step=t + 1), now, t)
-        same_shapes(start, now, "the state")
+        same_shapes(start, now)
     return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in start.items()) or "none"
 
 

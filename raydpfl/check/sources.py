@@ -1,14 +1,11 @@
 """The contract of a source of data: see `raydpfl.data.sources`."""
 
-from pathlib import Path
-
 import numpy as np
 
 from raydpfl.check.contract import hold
 from raydpfl.check.example import Example
 from raydpfl.core.prng import keyed_globals
 from raydpfl.data import Shards, Split, prepare
-from raydpfl.data.sources import Data
 from raydpfl.storage.files import data_root
 
 SEED = 5
@@ -16,13 +13,9 @@ MOST = 12  # clients whose rows are read one by one
 INPUTS = ("uint8", "float32", "int64")
 
 
-def _source(case: Example) -> Data:
-    data: Data = case.member
-    return data
-
-
-def _split(case: Example, seed: int = SEED) -> Split:
-    return _source(case).split(seed, data_root(None))
+def _split(case: Example) -> Split:
+    split: Split = case.member.split(SEED, data_root(None))
+    return split
 
 
 def _rows(split: Split, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
@@ -36,7 +29,7 @@ def sizes(case: Example) -> str:
     counts = np.asarray(split.sizes)
     hold(counts.ndim == 1 and counts.dtype.kind in "iu", f"sizes are {counts.dtype}, not int64")
     hold((counts >= 0).all() and counts.any(), "sizes are below 0, or all 0")
-    asked = _source(case).clients
+    asked = case.member.clients
     hold(asked in (None, len(counts)), f"{len(counts)} clients, where data.clients is {asked}")
     x, y = _rows(split, 0, len(counts))
     total = int(counts.sum())
@@ -63,7 +56,7 @@ def types(case: Example) -> str:
 def values(case: Example) -> str:
     """Numbers are finite; classes and tokens are from 0 to one below how many there are."""
     split = _split(case)
-    ignored = _source(case).task.ignored()
+    ignored = case.member.task.ignored()
     for who, (x, y) in (("clients", _rows(split, 0, len(split.sizes))), ("test", split.test())):
         hold(np.isfinite(x).all() and np.isfinite(y).all(), f"those of {who} are not finite")
         if split.classes and len(y):
@@ -88,7 +81,7 @@ def same_rows_twice(case: Example) -> str:
             splits.append((np.asarray(split.sizes), *everyone, *split.test()))
     same = all(np.array_equal(*pair) for pair in zip(*splits, strict=True))
     hold(same, "asked twice, it gives others: draw by raydpfl.core.prng.stream(seed, ...)")
-    second = [_source(case).identity(data_root(None)) for _ in range(2)]
+    second = [case.member.identity(data_root(None)) for _ in range(2)]
     hold(second[0] == second[1], "asked twice, its identity is another")
     return "the same bits"
 
@@ -110,7 +103,7 @@ def any_clients(case: Example) -> str:
 
 def made(case: Example) -> str:
     """The rows that it makes of one client alone are those that the client has among all."""
-    rows_of = _source(case).maker(SEED)
+    rows_of = case.member.maker(SEED)
     if rows_of is None:
         return "its rows are written to files"
     split = _split(case)
@@ -130,7 +123,7 @@ def made(case: Example) -> str:
 def prepared(case: Example) -> str:
     """What clients train on, from the files that are made of it, is what it gave."""
     split = _split(case)
-    shards = Shards.open(prepare(_source(case), SEED, data_root(None), case.folder / "cache"))
+    shards = Shards.open(prepare(case.member, SEED, data_root(None), case.folder / "cache"))
     hold(np.array_equal(shards.sizes, split.sizes), "the sizes are others")
     for client in range(min(shards.clients, MOST)):
         rows = int(shards.sizes[client])
@@ -143,16 +136,13 @@ def prepared(case: Example) -> str:
 
 def held_out(case: Example) -> str:
     """Rows that are held out of training are those that training lacks."""
-    source = _source(case)
-    if source.overlaps():
+    if case.member.overlaps():
         return "clients share samples"
     split = _split(case)
     if np.max(split.sizes) < 2:
         return "no client has a row to spare"
-    root = data_root(None)
-    shards = Shards.open(
-        prepare(source, SEED, root, Path(case.folder) / "held_out", validation=0.4)
-    )
+    folder = case.folder / "held_out"
+    shards = Shards.open(prepare(case.member, SEED, data_root(None), folder, validation=0.4))
     held_out = shards.client_rows
     detail = "rows that are held out and those that are left are not all"
     hold(np.array_equal(np.asarray(shards.sizes) + held_out, split.sizes), detail)

@@ -84,6 +84,15 @@ def _module_of(case: Example) -> tuple[Form, nn.Module]:
         return form, LinearNet().of(form)
 
 
+def _outputs(case: Example, rows: int) -> tuple[Form, torch.Tensor, torch.Tensor]:
+    """Samples for the task, what the module gives for so many of them, and their targets."""
+    form, module = _module_of(case)
+    x = form.inputs(rows, stream(0, Purpose.DATA))
+    with torch.no_grad():
+        outputs = module(x)
+    return form, outputs, form.task.made_up(stream(0, Purpose.DATA), rows, form.outputs)
+
+
 def loss(case: Example) -> str:
     """A finite loss for each sample, which does not depend on the others, with finite gradients."""
     form, module = _module_of(case)
@@ -106,24 +115,16 @@ def loss(case: Example) -> str:
 
 def same_twice(case: Example) -> str:
     """It keeps nothing: asked twice, the loss is the same to the last bit."""
-    form, module = _module_of(case)
-    x = form.inputs(5, stream(0, Purpose.DATA))
-    y = form.task.made_up(stream(0, Purpose.DATA), 5, form.outputs)
-    with torch.no_grad():
-        outputs = module(x)
-        first = form.task.loss(outputs.clone(), y.clone())
-        form.task.loss(-2 * outputs, y)
-        hold(torch.equal(form.task.loss(outputs, y), first), "asked twice, it is another")
+    form, outputs, y = _outputs(case, 5)
+    first = form.task.loss(outputs.clone(), y.clone())
+    form.task.loss(-2 * outputs, y)
+    hold(torch.equal(form.task.loss(outputs, y), first), "asked twice, it is another")
     return "the same loss twice"
 
 
 def right(case: Example) -> str:
     """What is met is no more than what counts, and adds up over batches."""
-    form, module = _module_of(case)
-    x = form.inputs(9, stream(0, Purpose.DATA))
-    y = form.task.made_up(stream(0, Purpose.DATA), 9, form.outputs)
-    with torch.no_grad():
-        outputs = module(x)
+    form, outputs, y = _outputs(case, 9)
     met, counted = map(int, form.task.right(outputs, y))
     hold(0 <= met <= counted, f"right gives {met} of {counted}")
     parts = [form.task.right(outputs[part], y[part]) for part in (slice(0, 4), slice(4, 9))]

@@ -1,36 +1,16 @@
 """The contract of a tracker: see `raydpfl.tracking`."""
 
-from __future__ import annotations
-
-import logging
 from pathlib import Path
 
 from raydpfl.check.contract import Untried, hold
 from raydpfl.check.example import Example
 from raydpfl.errors import ConfigError
+from raydpfl.simulation.coordinator import captured_warnings
 from raydpfl.tracking import Tracked, installed
 from raydpfl.tracking.sender import Book, Sender
 
 NAMES = ("cohort", "train_loss", "test_accuracy", "epsilon_pld", "seconds")
 SUMMARY = {"status": "completed", "rounds": 6, "best_test_accuracy": 0.5, "holds": []}
-
-
-class Heard(logging.Handler):
-    """What is warned of while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-    def __enter__(self) -> Heard:
-        logging.getLogger("raydpfl").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("raydpfl").removeHandler(self)
 
 
 def every_round(case: Example) -> str:
@@ -64,11 +44,11 @@ def _shown(case: Example, folder: Path, first: int, last: int) -> tuple[str, int
     book = Book(folder)
     name, rounds = book.entry(tracker.kind)
     run = Tracked(folder, str(folder), "checked", "", case.tree(), name, rounds)
-    with Heard() as recorder:
+    with captured_warnings() as said:
         sender = Sender(tracker.kept_in(folder), run, book)
         for t in range(first, last):
             values = {name: 0.1 * t for name in NAMES}
             sender.put({"round": t, **values, "test_loss": None if t % 2 else 0.5})
         sender.close(SUMMARY)
-    hold(not recorder.said, "; ".join(recorder.said))
+    hold(not said, "; ".join(said))
     return Book(folder).entry(tracker.kind)

@@ -51,7 +51,7 @@ def no_hidden_state(case: Example) -> str:
 
 def largest(case: Example) -> str:
     """The largest weight is what the accountants count on."""
-    largest = float(np.abs(_of(case, case.sizes)).max())
+    largest = float(np.abs(_of(case, case.plan.population.sizes)).max())
     stated = case.plan.weight
     hold(
         largest <= stated * (1 + 1e-12),

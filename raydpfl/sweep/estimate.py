@@ -96,10 +96,10 @@ def measure(runs: Runs, root: Path | None) -> Estimate:
 def workloads(runs: Runs) -> dict[Path, list[tuple[Experiment, int]]]:
     """The runs of each kind, by the file with its timing; each experiment counts once."""
     loads: dict[Path, list[tuple[Experiment, int]]] = {}
-    different = {
-        name_of(experiment): (experiment, times) for experiment, times in reversed([*runs])
-    }
-    for experiment, times in reversed(different.values()):
+    different: dict[str, tuple[Experiment, int]] = {}
+    for run in runs:
+        different.setdefault(name_of(run[0]), run)
+    for experiment, times in different.values():
         kind = (sorted(like(experiment)), work(experiment), cores())
         digest = hashlib.sha256(repr(kind).encode()).hexdigest()[:16]
         path = cache_root() / "rounds" / f"{digest}.json"

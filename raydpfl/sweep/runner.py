@@ -10,11 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ray.tune.schedulers import (
-    AsyncHyperBandScheduler,
-    MedianStoppingRule,
-    TrialScheduler,
-)
+from ray.tune.schedulers import AsyncHyperBandScheduler, MedianStoppingRule, TrialScheduler
 
 from raydpfl import storage
 from raydpfl.core import signals

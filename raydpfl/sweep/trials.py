@@ -14,6 +14,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -337,19 +338,24 @@ def _contradiction(folder: Path, summary: Mapping[str, Any]) -> str | None:
     """Where the summary of a run that has ended differs from the rounds table of its directory;
     None also if that table cannot be read.
     """
-    if summary["status"] in ("interrupted", "failed"):
+    table = rounds_of(folder)
+    if table is None or summary["status"] in ("interrupted", "failed"):
         return None
-    try:
-        table = pq.read_table(folder / "rounds.parquet")
-        scores = [name for name in table.column_names if metric_columns.is_score(name)]
-        rows = table.select(["round", *scores]).to_pylist()
-    except (OSError, KeyError, pa.ArrowInvalid):  # a directory is read, and has no columns
-        return None
-    if len(rows) != summary["rounds"]:
-        return f"it has {summary['rounds']} rounds and rounds.parquet {len(rows)}"
+    if table.num_rows != summary["rounds"]:
+        return f"it has {summary['rounds']} rounds and rounds.parquet {table.num_rows}"
+    scores = [name for name in table.column_names if metric_columns.is_score(name)]
+    rows = table.select(["round", *scores]).to_pylist()
     for name, value in metric_columns.last(rows, scores).items():
         if value is not None and summary.get(name) != value:
             return f"its {name} is {summary.get(name)} and that of rounds.parquet {value}"
+    return None
+
+
+def rounds_of(folder: Path) -> pa.Table | None:
+    """The rounds table of a run; None where it cannot be read."""
+    with suppress(OSError, pa.ArrowException):
+        table = pq.read_table(folder / "rounds.parquet")
+        return table if table.column_names else None  # a directory is read, and has no columns
     return None
 
 
@@ -357,12 +363,8 @@ def last_scores(folder: Path, count: int) -> dict[str, float]:
     """The means of the scores over the last `count` evaluations of a run, where there are several;
     empty where its rounds cannot be read.
     """
-    if count < 2:
-        return {}
-    try:
-        rows = pq.read_table(folder / "rounds.parquet").to_pylist()
-    except (OSError, pa.ArrowInvalid):
-        return {}
+    table = rounds_of(folder) if count > 1 else None
+    rows = [] if table is None else table.to_pylist()
     rows = [row for row in rows if metric_columns.evaluated(row)][-count:]
     names = metric_columns.of(rows[-1]) if rows else ()
     scores = {name: [row.get(name) for row in rows] for name in names}
@@ -371,11 +373,10 @@ def last_scores(folder: Path, count: int) -> dict[str, float]:
 
 def mean_of_rounds(folder: Path, column: str) -> float | None:
     """The mean over the rounds of a run; None where no round has a number in the column."""
-    try:
-        mean = pc.mean(pq.read_table(folder / "rounds.parquet", columns=[column])[column]).as_py()
-    except (OSError, KeyError, pa.ArrowException):
-        return None
-    return mean
+    with suppress(OSError, KeyError, pa.ArrowException):
+        rows = pq.read_table(folder / "rounds.parquet", columns=[column])
+        return pc.mean(rows[column]).as_py()
+    return None
 
 
 def trained(trials: Path) -> dict[str, bool]:

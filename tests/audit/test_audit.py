@@ -361,6 +361,15 @@ def patched(owner, name, make):
     return lambda patch: patch.setattr(owner, name, make(getattr(owner, name)))
 
 
+def after(owner, name, change):
+    """`change(result, self, *arguments)` in place of what a method gives."""
+    return patched(
+        owner,
+        name,
+        lambda method: lambda self, *given: change(method(self, *given), self, *given),
+    )
+
+
 def halved(draw):
     """Noise of half the std."""
     return lambda *arguments, **named: draw(*arguments, **named) / 2
@@ -393,31 +402,19 @@ a_wrong_gaussian_curve = patched(
 )
 # a replaced client counts as one that is left out, and so does a sample
 half_the_sensitivity = patched(Mechanism, "mu", halved)
-half_the_sensitivity_of_steps = patched(
-    LocalSteps,
-    "event",
-    lambda event: lambda self, *of: replace(event(self, *of), mu=event(self, *of).mu / 2),
+half_the_sensitivity_of_steps = after(
+    LocalSteps, "event", lambda event, *_: replace(event, mu=event.mu / 2)
 )
-a_client_counted_twice_in_histograms = patched(
-    Histogram, "counts", lambda counts: lambda self, values: 2 * counts(self, values)
-)
+a_client_counted_twice_in_histograms = after(Histogram, "counts", lambda counts, *_: 2 * counts)
 # noise is correlated otherwise than the audit is told
-another_matrix = patched(
-    BandedGaussian, "whitening", lambda told: lambda self, t: told(self, t) / 2
-)
+another_matrix = patched(BandedGaussian, "whitening", halved)
 last_round_uncounted = patched(
     Coordinator,
     "account",
     lambda account: lambda self, t: t == self.experiment.rounds - 1 or account(self, t),
 )
-a_contribution_counted_twice = patched(
-    Coordinator,
-    "collect",
-    lambda collect: (
-        lambda self, *of: [
-            part * (1 + 1 / 20) if k == 0 else part for k, part in enumerate(collect(self, *of))
-        ]
-    ),
+a_contribution_counted_twice = after(
+    Coordinator, "collect", lambda made, *_: (made[0] * (1 + 1 / 20), made[1])
 )
 # the bound follows the exact count, and no noised sum is made
 a_bound_by_something_else = patched(
@@ -430,10 +427,8 @@ a_bound_by_something_else = patched(
     ),
 )
 # the ledger is right, and guarantees are not
-half_of_what_is_printed = patched(
-    Plan,
-    "guarantees",
-    lambda told: lambda *of: [replace(one, epsilon=one.epsilon / 2) for one in told(*of)],
+half_of_what_is_printed = after(
+    Plan, "guarantees", lambda told, *_: [replace(one, epsilon=one.epsilon / 2) for one in told]
 )
 a_sum_on_a_coarse_grid = patched(
     exact_sum,
@@ -447,21 +442,16 @@ a_sum_on_a_coarse_grid = patched(
 
 
 # a twentieth longer than those that are accounted for
-columns_above_1 = patched(
-    BandedGaussian, "squares", lambda squares: lambda self, *of: squares(self, *of) / 1.05**2
-)
+columns_above_1 = after(BandedGaussian, "squares", lambda squares, *_: squares / 1.05**2)
 
 
 def clipped_late(times):
     """Client 7 is clipped at so many bounds."""
-    return patched(
+    return after(
         Contribution,
         "bounded",
-        lambda bounded: (
-            lambda self, state, slots, norms: (
-                bounded(self, state, slots, norms)
-                * np.where(state.chunk.clients[slots] == 7, times, 1)
-            )
+        lambda factors, self, state, slots, norms: (
+            factors * np.where(state.chunk.clients[slots] == 7, times, 1)
         ),
     )
 
@@ -522,14 +512,11 @@ def noise_that_is_not_gaussian(patch):
 
 
 def a_client_always_taken(patch):
-    select = Coordinator.select
-
-    def favouring(self, t):
-        cohort = select(self, t)
+    def favouring(cohort, self, t):
         clients = np.sort(np.unique(np.append(cohort.clients[cohort.clients != 3][:19], 3)))
         return replace(cohort, clients=clients)
 
-    patch.setattr(Coordinator, "select", favouring)
+    after(Coordinator, "select", favouring)(patch)
 
 
 def the_ledger_after_the_release(patch):
@@ -594,41 +581,42 @@ def a_coarse_grid(patch):
     patch.setattr(Grid, "of", classmethod(coarse))
 
 
-@pytest.mark.parametrize(
-    "control,change,noticed",
-    [
-        (half_the_clients_noise, {}, {"noise of sums", "noise of updates", "normality"}),
-        (half_the_servers_noise, SERVER, {"noise of sums", "normality"}),
-        (clipped_late(20), {}, {"bounds", "noise of updates"}),
-        (clipped_late(1.5), SERVER, {"bounds"}),  # the norm of the sum does not show it
-        (last_round_uncounted, {}, {"ledger"}),
-        (one_round_behind, {}, {"ledger"}),
-        (a_servers_key_used_twice, SERVER, {"keys"}),
-        (a_clients_key_used_in_every_round, {}, {"keys"}),
-        (one_key_for_two_clients, {}, {"keys"}),
-        (noise_of_the_next_bound, {**ADAPTIVE, **SERVER}, {"noise of sums"}),
-        (noise_that_is_not_gaussian, SERVER, {"normality"}),
-        (a_client_always_taken, {"rounds": 16}, {"cohorts"}),
-        (a_contribution_counted_twice, SERVER, {"sums"}),
-        (the_ledger_after_the_release, {}, {"ledger"}),
-        (columns_above_1, BANDED, {"matrix"}),
-        (a_client_again_within_the_bands, BANDED, {"matrix"}),
-        (another_matrix, BANDED, {"noise of sums"}),
-        (a_wrong_gaussian_curve, {}, {"curve"}),
-        (a_wrong_composition, SERVER, {"curve"}),
-        (half_the_sensitivity, SERVER, {"curve"}),
-        (half_of_what_is_printed, SERVER, {"curve"}),
-        (an_unnoised_count, ADAPTIVE, {"noise of answers"}),
-        (half_the_counts_noise, {**ADAPTIVE, **SERVER}, {"noise of answers"}),
-        (a_count_noised_elsewhere, ADAPTIVE, {"noise of answers"}),
-        (a_bound_by_something_else, ADAPTIVE, {"noise of answers"}),
-        (a_key_for_all_counts, ADAPTIVE, {"noise of answers"}),
-        (a_coarse_grid, {}, {"grid"}),
-        (a_sum_on_a_coarse_grid, SERVER, {"grid"}),
-        (a_client_counted_twice_in_histograms, HISTOGRAMS, {"noise of histograms"}),
-        (half_the_histograms_noise, HISTOGRAMS, {"noise of histograms"}),
-    ],
-)
+# the fault, where it is tried, and the checks that are for it
+BROKEN = [
+    (half_the_clients_noise, {}, {"noise of sums", "noise of updates", "normality"}),
+    (half_the_servers_noise, SERVER, {"noise of sums", "normality"}),
+    (clipped_late(20), {}, {"bounds", "noise of updates"}),
+    (clipped_late(1.5), SERVER, {"bounds"}),  # the norm of the sum does not show it
+    (last_round_uncounted, {}, {"ledger"}),
+    (one_round_behind, {}, {"ledger"}),
+    (a_servers_key_used_twice, SERVER, {"keys"}),
+    (a_clients_key_used_in_every_round, {}, {"keys"}),
+    (one_key_for_two_clients, {}, {"keys"}),
+    (noise_of_the_next_bound, {**ADAPTIVE, **SERVER}, {"noise of sums"}),
+    (noise_that_is_not_gaussian, SERVER, {"normality"}),
+    (a_client_always_taken, {"rounds": 16}, {"cohorts"}),
+    (a_contribution_counted_twice, SERVER, {"sums"}),
+    (the_ledger_after_the_release, {}, {"ledger"}),
+    (columns_above_1, BANDED, {"matrix"}),
+    (a_client_again_within_the_bands, BANDED, {"matrix"}),
+    (another_matrix, BANDED, {"noise of sums"}),
+    (a_wrong_gaussian_curve, {}, {"curve"}),
+    (a_wrong_composition, SERVER, {"curve"}),
+    (half_the_sensitivity, SERVER, {"curve"}),
+    (half_of_what_is_printed, SERVER, {"curve"}),
+    (an_unnoised_count, ADAPTIVE, {"noise of answers"}),
+    (half_the_counts_noise, {**ADAPTIVE, **SERVER}, {"noise of answers"}),
+    (a_count_noised_elsewhere, ADAPTIVE, {"noise of answers"}),
+    (a_bound_by_something_else, ADAPTIVE, {"noise of answers"}),
+    (a_key_for_all_counts, ADAPTIVE, {"noise of answers"}),
+    (a_coarse_grid, {}, {"grid"}),
+    (a_sum_on_a_coarse_grid, SERVER, {"grid"}),
+    (a_client_counted_twice_in_histograms, HISTOGRAMS, {"noise of histograms"}),
+    (half_the_histograms_noise, HISTOGRAMS, {"noise of histograms"}),
+]
+
+
+@pytest.mark.parametrize(("control", "change", "noticed"), BROKEN)
 def test_a_broken_mechanism_is_noticed_by_the_check_that_is_for_it(
     control, change, noticed, monkeypatch
 ):
@@ -744,21 +732,21 @@ def one_key_for_all_steps(patch):
     patch.setattr(base, "prng", Keys)
 
 
+BROKEN_STEPS = [
+    (half_the_noise_of_steps, "steps"),
+    (samples_unclipped(1e9, lambda t: t == 0), "steps"),
+    # those alone that are a hundred times longer than the bound
+    (samples_unclipped(100, lambda t: t == 2), "steps"),
+    (samples_clipped_a_little_late, "steps"),
+    (the_ledger_after_the_release, "ledger"),
+    (half_the_sensitivity_of_steps, "curve"),
+    (one_key_for_all_steps, "steps"),
+    (last_round_uncounted, "ledger"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "control,noticed",
-    [
-        (half_the_noise_of_steps, "steps"),
-        (samples_unclipped(1e9, lambda t: t == 0), "steps"),
-        # those alone that are a hundred times longer than the bound
-        (samples_unclipped(100, lambda t: t == 2), "steps"),
-        (samples_clipped_a_little_late, "steps"),
-        (the_ledger_after_the_release, "ledger"),
-        (half_the_sensitivity_of_steps, "curve"),
-        (one_key_for_all_steps, "steps"),
-        (last_round_uncounted, "ledger"),
-    ],
-)
+@pytest.mark.parametrize(("control", "noticed"), BROKEN_STEPS)
 def test_broken_local_steps_are_noticed(control, noticed, monkeypatch):
     control(monkeypatch)
     done = audit(stepping(client={"backend": "fused"}), canaries=600)

@@ -49,11 +49,6 @@ class Drifting(ByTheMean):
         return super().of(sizes, samples, population) * len(self.calls)
 
 
-class NoNumber(ByTheMean):
-    def of(self, sizes, samples, population):
-        return np.where(sizes == sizes.max(), np.nan, 1.0)
-
-
 def test_weights_that_normalise_by_who_is_asked_are_those_of_the_whole_population():
     plan = resolve(experiment(**UNEQUAL, weights=ByTheMean()))
     sizes = plan.population.sizes
@@ -84,7 +79,7 @@ def test_a_weight_above_the_accounted_one_ends_the_run_with_the_members_name(tmp
 
 def test_a_weight_that_is_no_number_is_refused():
     with pytest.raises(ConfigError, match=r"weights.kind = .*finite numbers, one per client"):
-        resolve(experiment(**UNEQUAL, weights=NoNumber()))
+        resolve(experiment(**UNEQUAL, weights=Spoilt(says="no number")))
 
 
 @pytest.mark.slow
@@ -338,6 +333,7 @@ class Spoilt(ByTheMean):
             sizes *= 2
         found = {
             "text": ["a"] * population,
+            "no number": np.where(sizes == sizes.max(), np.nan, 1.0),
             "nothing": np.zeros(population),
             "huge": sizes * 1e300,
             "tiny": sizes * 1e-300,

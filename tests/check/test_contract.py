@@ -5,7 +5,7 @@ caught by the clause that is for it.
 import uuid
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def _fewer_cohorts(monkeypatch):
 class SomeOften(Selection):
     """Some clients are four times as likely as the others, among more than 24."""
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"often": tuple(range(30))},)
+    examples = ({"often": tuple(range(30))},)
     cohort: int = 9
     often: tuple[int, ...]
 
@@ -80,6 +80,18 @@ def test_a_selection_is_tried_among_as_many_clients_as_its_fields_suit():
 # --- members that lie: each keeps all clauses but those it is caught by ---
 
 
+class OneClip(Clip):
+    examples = ({"bound": 0.5},)
+
+
+class OneGaussian(Gaussian):
+    examples = ({"multiplier": 1.0},)
+
+
+class OneUniform(Uniform):
+    examples = ({"cohort": 6},)
+
+
 class Forgetful(Tracker):
     """Begins another run where it should go on with one."""
 
@@ -95,46 +107,36 @@ class Nameless(Log):
         pass
 
 
-class Leaky(Clip):
+class Leaky(OneClip):
     """Lets long vectors pass a little beyond the bound."""
-
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 0.5},)
 
     def factor(self, norm: float, bound: float) -> float:
         return 1.0 if norm <= 1.4 * bound else bound / norm
 
 
-class Endless(Clip):
+class Endless(OneClip):
     """Divides by a norm of 0."""
-
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 0.5},)
 
     def factors(self, norms: torch.Tensor, bound: float | None) -> torch.Tensor:
         return bound / norms
 
 
-class Among(Clip):
+class Among(OneClip):
     """Bounds a client by what the others of its block have."""
-
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 0.5},)
 
     def factors(self, norms: torch.Tensor, bound: float | None) -> torch.Tensor:
         return bound / torch.clamp(norms.max(), min=bound).expand_as(norms)
 
 
-class OneBackend(Clip):
+class OneBackend(OneClip):
     """Sends something that its inverse does not know of."""
-
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 0.5},)
 
     def send(self, updates: torch.Tensor, view: Any) -> torch.Tensor:
         return updates * 2
 
 
-class Talkative(Clip):
+class Talkative(OneClip):
     """Answers with more than its query's bound."""
-
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 0.5},)
 
     def queries(self) -> tuple[BoundingQuery, ...]:
         return (BoundingQuery("norms", bound=1.0, share=0.1),)
@@ -146,7 +148,7 @@ class Talkative(Clip):
 class Collapsing(BOUNDINGS["quantile_clip"]):
     """A bound that can become negative."""
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"bound": 0.5},)
+    examples = ({"bound": 0.5},)
 
     def adapt(self, bound: float, sums: Any, clients: float, state: Any) -> float:
         return bound - self.lr * sums["count"]
@@ -181,29 +183,23 @@ class Mixing(Local):
         return x - at.lr * gradient.mean(0, keepdim=True).expand_as(gradient), state
 
 
-class Half(Gaussian):
+class Half(OneGaussian):
     """Draws half the noise that it is told to."""
-
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"multiplier": 1.0},)
 
     def on_clients(self, seed, t, clients, draws, std, d):
         drawn = super().on_clients(seed, t, clients, draws, std, d)
         return None if drawn is None else drawn / 2
 
 
-class Shared(Gaussian):
+class Shared(OneGaussian):
     """All clients draw the same noise."""
-
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"multiplier": 1.0},)
 
     def on_clients(self, seed, t, clients, draws, std, d):
         return super().on_clients(seed, t, np.zeros_like(clients), draws, std, d)
 
 
-class Stinting(Gaussian):
+class Stinting(OneGaussian):
     """Has each client draw as if twice as many did."""
-
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"multiplier": 1.0},)
 
     def client_std(self, std: float, clients_left: int) -> float:
         return super().client_std(std, 2 * clients_left)
@@ -216,10 +212,8 @@ class Uneven(Weights):
         return sizes / sizes.max()
 
 
-class Favouring(Uniform):
+class Favouring(OneUniform):
     """Client 0 is drawn twice as often as its sampling scheme says."""
-
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
 
     def select(self, seed, t, population, ask):
         clients = super().select(seed, t, population, ask).clients
@@ -231,10 +225,8 @@ class Favouring(Uniform):
 DRAWN: list[int] = []
 
 
-class Unrepeatable(Uniform):
+class Unrepeatable(OneUniform):
     """Draws what nobody can draw again."""
-
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
 
     def select(self, seed, t, population, ask):
         DRAWN.append(t)
@@ -251,10 +243,8 @@ class Boasting(type(SCHEMES["poisson"])):
         return super().renyi(sampling, mu, relation) / 4
 
 
-class Boasted(Uniform):
+class Boasted(OneUniform):
     """Is drawn by a sampling scheme that boasts."""
-
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"cohort": 6},)
 
     def sampling(self, population: Any) -> Sampling:
         return Sampling(Bragging(), len(population), self.cohort)
@@ -379,7 +369,7 @@ class Wide(Rows):
 class Tiring(Local):
     """Takes smaller batches of more rows."""
 
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({"batch": 4, "steps": 3},)
+    examples = ({"batch": 4, "steps": 3},)
 
     def batch_sizes(self, sizes: np.ndarray) -> np.ndarray:
         return np.where(sizes > 10, 1, np.minimum(sizes, 4))

@@ -21,8 +21,9 @@ import pytest
 import ray
 import yaml
 from conftest import experiment
-from test_study import check_same_tables, command, cut_short, longer, written
+from test_study import check_same_tables, command, cut_short, longer
 from test_submit import end, summary, token_environment
+from test_sweep import finished
 
 from raydpfl import Experiment, run
 from raydpfl.cli import app
@@ -164,7 +165,7 @@ def test_a_study_over_three_nodes_that_was_killed_and_resumed_has_the_tables_of_
     resume = command(config, out, "--resume", *there)
     last = processes.run(resume, timeout=600, env=cluster[1])
     assert last.returncode == 0, last.stderr[-3000:]
-    assert done.items() <= written(out).items()
+    assert done.items() <= finished(out).items()
     check_same_tables(whole.out, out)
 
 

@@ -22,6 +22,7 @@ from conftest import SMALL, messages
 from rich.console import Console
 from scipy import stats
 from test_same_bits import kill_tree
+from test_sweep import finished
 
 import raydpfl
 from raydpfl.cli.search_display import StudyDisplay
@@ -308,22 +309,20 @@ def a_number(text: str) -> float:
 
 def finish(trial, failing: tuple[str, ...]) -> None:
     """What a run would have left, without the run."""
-    name = name_of(trial.experiment)
     if any(each in trial.named() for each in failing):
-        trial.status = "failed"
-        trial.reason = "diverged"
+        trial.fail("diverged")
         return
+    name = name_of(trial.experiment)
     score = "validation" if trial.experiment.evaluate.validation > 0 else "test"
+    scores = {f"{score}_accuracy": a_number(f"{score}_accuracy{name}")}
+    complete(trial, norm_mean=a_number("norm" + name), **scores)
+
+
+def complete(trial, **scores: float) -> None:
+    """Gives a trial the summary of a run with these scores."""
     trial.status = "completed"
-    trial.summary = {
-        "status": "completed",
-        "seed": trial.seed,
-        "model_sha256": name,
-        "guarantees": [],
-        "norm_mean": a_number("norm" + name),
-        "seconds": 1.0,
-        f"{score}_accuracy": a_number(f"{score}_accuracy{name}"),
-    }
+    facts = {"seed": trial.seed, "model_sha256": name_of(trial.experiment), "seconds": 1.0}
+    trial.summary = {"status": "completed", "guarantees": [], **facts, **scores}
 
 
 def play(runners, order: int, failing: tuple[str, ...] = ()) -> list:
@@ -356,7 +355,8 @@ def played(asked: Study | dict, folder: Path, order: int = 0, failing: tuple[str
     asked = asked if isinstance(asked, Study) else Study.from_dict(asked)
     runner = runner_of(asked, folder)
     given = play(runner, order, failing)
-    assert len(given) == len(set(given)) <= sum(asked.runs().values())
+    assert len(given) == len(set(given))
+    assert asked.grow or len(given) <= sum(asked.runs().values())
     return runner.gather(over=True)
 
 
@@ -387,32 +387,29 @@ def test_whatever_the_order_of_the_results_the_same_is_run_and_chosen(tmp_path):
 def scored(monkeypatch, score) -> None:
     """Has every run reach what `score` says of its experiment, in place of a number by chance."""
 
-    def number(trial):
-        trial.status = "completed"
-        trial.summary = {
-            "status": "completed",
-            "seed": trial.seed,
-            "model_sha256": name_of(trial.experiment),
-            "guarantees": [],
-            "norm_mean": 1.0,
-            "seconds": 1.0,
-            "validation_accuracy": score(trial.experiment),
-            "test_accuracy": score(trial.experiment),
-        }
+    def finish(trial, failing):
+        scores = dict.fromkeys(("validation_accuracy", "test_accuracy"), score(trial.experiment))
+        complete(trial, norm_mean=1.0, **scores)
 
-    monkeypatch.setattr("test_study.finish", lambda trial, failing: number(trial))
+    monkeypatch.setattr("test_study.finish", finish)
 
 
-def two_tuned(**about) -> dict:
-    """A study of two arms that tune one rate each, at one label."""
+def two(**about) -> dict:
+    """A study of two arms, at one label."""
     noise = {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-5}
     arms = {
         "Clip": {"bounding": {"kind": "clip", "bound": 1.0}, "noise": noise},
         "Free": {"bounding": {"kind": "none"}, "noise": {"kind": "none"}},
     }
     given = tree(arms=arms, panels={"size": {"few": {"data.clients": 20}}}, show=[])
+    given["study"] = {"id": "mine/two", "seeds": 3, "tuning_seeds": 1, **about}
+    return given
+
+
+def two_tuned(**about) -> dict:
+    """The same, of which each tunes its rate."""
+    given = two(tuning_seeds=2, **about)
     given["local"]["lr"] = {"tune": [0.1, 0.2]}
-    given["study"] = {"id": "mine/two", "seeds": 3, **about}
     return given
 
 
@@ -422,10 +419,7 @@ def test_grids_of_all_arms_of_a_panel_grow_where_one_chooses_an_end(tmp_path, mo
     scored(monkeypatch, lambda run: -abs(np.log(run.local.lr / best[run.bounding.kind])) / 10)
     seen = []
     for order in range(6):
-        given = two_tuned(grow=3)
-        runner = runner_of(Study.from_dict(given), tmp_path / str(order))
-        play(runner, order)
-        result = runner.gather(over=True)
+        result = played(two_tuned(grow=3), tmp_path / str(order), order)
         seen.append(rows_of(result))
         tried = {}
         for row in result.tuning.to_pylist():
@@ -441,17 +435,13 @@ def test_grids_of_all_arms_of_a_panel_grow_where_one_chooses_an_end(tmp_path, mo
 
 def test_a_grid_grows_within_its_limit_and_where_its_key_takes_the_value(tmp_path, monkeypatch):
     scored(monkeypatch, lambda run: run.local.lr / 10)
-    found = runner_of(Study.from_dict(two_tuned(grow=1)), tmp_path / "one")
-    play(found, 0)
-    rates = {json.loads(row["values"])["local.lr"] for row in rows_of(found.gather(over=True))[1]}
+    rows = rows_of(played(two_tuned(grow=1), tmp_path / "one"))[1]
+    rates = {json.loads(row["values"])["local.lr"] for row in rows}
     assert rates == {0.1, 0.2, 0.4}
     scored(monkeypatch, lambda run: run.server.momentum)
-    given = two_tuned(grow=2)
-    given["local"]["lr"] = 0.1
+    given = two(grow=2)
     given["server"] = {"kind": "momentum", "momentum": {"tune": [0.3, 0.9]}}  # 2.7 is none
-    found = runner_of(Study.from_dict(given), tmp_path / "two")
-    play(found, 0)
-    rows = rows_of(found.gather(over=True))[1]
+    rows = rows_of(played(given, tmp_path / "two"))[1]
     assert {json.loads(row["values"])["server.momentum"] for row in rows} == {0.3, 0.9}
 
 
@@ -503,13 +493,8 @@ def test_the_verdict_on_a_claim_is_computed_from_paired_differences(
         monkeypatch,
         lambda run: level[run.seed] + (gain[run.seed - 1] if run.bounding.kind == "clip" else 0),
     )
-    given = two_tuned(
-        tuning_seeds=1, grow=0, claims=[CLAIM | more, CLAIM | {"at": {"size": "few"}}]
-    )
-    given["local"]["lr"] = 0.1
-    runner = runner_of(Study.from_dict(given), tmp_path)
-    play(runner, 0)
-    claim, other = runner.gather(over=True).summary["claims"]
+    given = two(claims=[CLAIM | more, CLAIM | {"at": {"size": "few"}}])
+    claim, other = played(given, tmp_path).summary["claims"]
     assert claim["verdict"] == verdict
     assert claim["difference"] == pytest.approx(np.mean(gain))
     # two claims: each interval is at 1 - 0.05 / 2
@@ -528,12 +513,9 @@ def test_a_claim_is_not_resolved_where_a_cell_shows_the_opposite(sign, tmp_path,
     drop = {"says": "a difference of differences"}
     drop["larger"] = [{"arm": "Clip", "size": "few"}, {"arm": "Free", "size": "many"}]
     drop["smaller"] = [{"arm": "Free", "size": "few"}, {"arm": "Clip", "size": "many"}]
-    given = two_tuned(tuning_seeds=1, grow=0, claims=[CLAIM, drop])
+    given = two(claims=[CLAIM, drop])
     given["panels"]["size"]["many"] = {"data.clients": 40}
-    given["local"]["lr"] = 0.1
-    runner = runner_of(Study.from_dict(given), tmp_path)
-    play(runner, 0)
-    claim, drop = runner.gather(over=True).summary["claims"]
+    claim, drop = played(given, tmp_path).summary["claims"]
     counts = [claim[name] for name in ("cells", "holds", "reversed")]
     assert claim["difference"] == pytest.approx(sign * 0.1) and counts == [2, 1, 1]
     assert claim["verdict"] == "not resolved"
@@ -543,14 +525,10 @@ def test_a_claim_is_not_resolved_where_a_cell_shows_the_opposite(sign, tmp_path,
 
 def test_a_claim_is_not_run_where_none_of_its_cells_is(tmp_path, monkeypatch):
     scored(monkeypatch, lambda run: 0.5)
-    given = two_tuned(tuning_seeds=1, claims=[CLAIM])
-    given["local"]["lr"] = 0.1
-    asked = Study.from_dict(given, only={"arm": ["Free"]})
+    asked = Study.from_dict(two(claims=[CLAIM]), only={"arm": ["Free"]})
     assert [cell.arm for cell in asked.cells] == ["Free"]
     assert Study.from_dict(yaml.safe_load(asked.to_yaml())).cells[0].arm == "Free"
-    runner = runner_of(asked, tmp_path)
-    play(runner, 0)
-    (claim,) = runner.gather(over=True).summary["claims"]
+    (claim,) = played(asked, tmp_path).summary["claims"]
     assert claim["verdict"] == "not run"
 
 
@@ -793,14 +771,14 @@ def test_the_identity_holds_and_the_choice_is_told(ran):
 
 def test_a_study_goes_on_with_more_seeds_and_arms_and_runs_nothing_again(ran, shared_ray, tmp_path):
     out = Path(shutil.copytree(ran.out, tmp_path / "out"))
-    before = written(out)
+    before = finished(out)
     given = yaml.safe_load((out / "study.yaml").read_text())
     del given["arms"]["Mine"], given["arms"]["Clip"]
     given["arms"]["Sixth"] = {"server": {"kind": "momentum"}}
     given["study"]["seeds"] = 3
     (again,) = reproduce(Study.from_dict(given, place=out), out=out, resume=True)
     assert again.problem is None
-    after = written(out)
+    after = finished(out)
     assert before.items() <= after.items() and len(after) == len(before) + 2 * (3 + 3)
     rows = again.results.to_pylist()
     old = {row["directory"] for row in ran.results.to_pylist() if row["arm"] in ARMS}
@@ -811,15 +789,6 @@ def test_a_study_goes_on_with_more_seeds_and_arms_and_runs_nothing_again(ran, sh
 
 
 # --- however it ends, for `tests/runtime/test_cluster.py` ---
-
-
-def written(out: Path) -> dict[str, int]:
-    """When each trial that has completed wrote its summary, in ns."""
-    return {
-        path.parent.name: path.stat().st_mtime_ns
-        for path in out.glob("trials/*/summary.json")
-        if json.loads(path.read_text())["status"] == "completed"
-    }
 
 
 def command(config: Path, out: Path, *more: str) -> list[str]:
@@ -837,13 +806,13 @@ def longer(folder: Path) -> Path:
 
 
 def cut_short(process: subprocess.Popen, out: Path, trials: int) -> dict[str, int]:
-    """Kills a study once so many trials have finished; those that had, as `written` has them."""
+    """Kills a study once so many trials have finished; those that had, as `finished` has them."""
     until = time.monotonic() + 600
-    while len(written(out)) < trials and process.poll() is None and time.monotonic() < until:
+    while len(finished(out)) < trials and process.poll() is None and time.monotonic() < until:
         time.sleep(0.05)
     assert process.poll() is None
     kill_tree(process)
-    done = written(out)
+    done = finished(out)
     assert trials <= len(done) < 20
     return done
 

@@ -11,8 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from conftest import experiment
-from rich.console import Console
-from test_sweep import settings_of, tree
+from test_sweep import printed, settings_of, tree
 
 from raydpfl import run as run_one
 from raydpfl.cli.search_display import settings_table
@@ -467,10 +466,7 @@ def test_values_with_brackets_are_shown_as_they_are(out):
     settings = settings_of(asked, out)
     for setting in settings:
         setting.values["local.lr"] = "[/b] [red]x"
-    console = Console(width=200)
-    with console.capture() as printed:
-        console.print(settings_table(settings, asked))
-    assert printed.get().count("[/b] [red]x") == 2
+    assert "".join(printed(settings_table(settings, asked))).count("[/b] [red]x") == 2
 
 
 # --- trials that hang ---

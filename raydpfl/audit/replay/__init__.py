@@ -51,8 +51,7 @@ from raydpfl.audit.replay.adversaries import (
     EveryoneWorld,
 )
 from raydpfl.audit.replay.record import Neighbour, mechanism_of
-from raydpfl.audit.replay.training import TrainingWorld
-from raydpfl.audit.replay.world import World
+from raydpfl.audit.replay.world import TrainingWorld, World
 from raydpfl.check import bounding
 from raydpfl.check.contract import looked_at
 from raydpfl.errors import ConfigError
@@ -111,10 +110,7 @@ class Replay:
 
     def text(self) -> str:
         """The report, for a terminal."""
-        lines = [
-            f"{'passed' if c.passed else 'FAILED'}  {c.name}: {c.finding}" for c in self.checks
-        ]
-        return "\n".join([*lines, self.verdict])
+        return "\n".join([*(check.line() for check in self.checks), self.verdict])
 
 
 def replay(
@@ -144,10 +140,10 @@ def replay(
         plan = resolve(experiment, Path(data_root) if data_root else None)
         quiet = _quiet(plan)
         worlds = _worlds(quiet, on_world)
-        results, unseen = _of_steps(quiet)
+        of_steps, unseen = _of_steps(quiet)
         if experiment.evaluate.stop is not None:
             unseen.append("early stopping (evaluate.stop)")
-        done = _verdict(quiet, worlds, (results, unseen))
+        done = _verdict(quiet, worlds, of_steps, unseen)
         write(plan, done.to_dict(), None)
     return done
 
@@ -253,25 +249,18 @@ def _of_steps(plan: Plan) -> tuple[list[Check], list[str]]:
 
 
 def _verdict(
-    plan: Plan, worlds: Sequence[World], of_steps: tuple[list[Check], list[str]]
+    plan: Plan, worlds: Sequence[World], of_steps: list[Check], unseen: list[str]
 ) -> Replay:
     moves = [move for world in worlds for move in world.moves]
     faults = [fault for world in worlds for fault in world.faults]
     count = sum(len(world.records) for world in worlds)
     rounds = f"{count} rounds of {len(worlds)} worlds"
+    sound = f"no sum moves by more than is declared in {rounds}"
+    same = f"all that is no sum of clients is the same in {rounds}"
     results = [
-        Check(
-            "sensitivity",
-            not moves,
-            "; ".join(moves[:3]) or f"no sum moves by more than is declared in {rounds}",
-        ),
-        Check(
-            "control flow",
-            not faults,
-            "; ".join(faults[:3]) or f"all that is no sum of clients is the same in {rounds}",
-        ),
+        Check("sensitivity", not moves, "; ".join(moves[:3]) or sound),
+        Check("control flow", not faults, "; ".join(faults[:3]) or same),
     ]
-    unseen = list(of_steps[1])
     first = worlds[0]
     if isinstance(first, AdversaryWorld) and first.records and not first.broken:
         results += checks.of_runs([first], FALSE_ALARM)
@@ -279,12 +268,12 @@ def _verdict(
         results.append(checks.noise_of_draws(plan, cohorts, FALSE_ALARM))
         held = checks.curve(observers.least_deltas([first], []))
         results += [held] if held else []
-    by_steps = {check.name for check in of_steps[0]}
+    by_steps = {check.name for check in of_steps}
     if mechanism_of(plan).by_draws and first.records and "ledger" not in by_steps:
         results.append(checks.ledger([first]))
     for world in worlds:
         results += world.checks() if isinstance(world, EveryoneWorld) and not world.broken else []
-    results += of_steps[0]
+    results += of_steps
     factors = looked_at(bounding.bound, SimpleNamespace(member=plan.experiment.bounding))
     if factors is not None and plan.experiment.bounding.initial_bound is not None:
         results.append(Check("factors", bool(factors.kept), factors.finding))

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ import torch
 from raydpfl.audit import checks
 from raydpfl.audit.checks import Check
 from raydpfl.audit.client_canaries import FAR, ClientCanaryRun, on_sums
-from raydpfl.audit.replay.rows import VictimRows
+from raydpfl.audit.replay.rows import of_victim
 from raydpfl.audit.replay.sum_difference import ROUNDING
 from raydpfl.audit.replay.world import LARGEST, World
 from raydpfl.core.messages import Columns
@@ -43,7 +42,7 @@ class AdversaryWorld(World, ClientCanaryRun):
     def plant(self, actor: ClientActor) -> None:
         """See `CanaryRun.plant`: losses and scores are of other rows too."""
         if self.neighbour is not None and not self.neighbour.in_turn:
-            actor.shards.reader = VictimRows(actor.shards.reader, self.neighbour.victim, -1e4)
+            actor.shards.reader = of_victim(actor.shards.reader, self.neighbour.victim, -1e4)
 
     def select(self, t: int) -> Cohort:
         """See `Coordinator.select`. One client of the cohort, if any, has its turn."""
@@ -137,7 +136,8 @@ class AdversaryWorld(World, ClientCanaryRun):
                 what = f"client {client}'s update"
                 self._drawn_as_accounted(work.t, what, self._sent_noise, drawn[0], std)
             else:
-                self._add_scores(drawn[0], std, self.update_squares, (work.t, client))
+                scores = noise.scores(drawn[0], std)  # of integers, as normals
+                self.update_squares.append((work.t, client, float(scores @ scores)))
         order = self.experiment.bounding.order
         length, most = float(np.linalg.norm(sent, order)), self._bound * self.plan.weight
         slack = self.plan.d ** (1 / order) * work.grid.step
@@ -180,16 +180,9 @@ class AdversaryWorld(World, ClientCanaryRun):
             added = self.records[t].noise["updates"]
             self._drawn_as_accounted(t, "the sum", added, drawn, std)
             if self.plan.lattice is not None and not self._client_std:
-                self._add_scores(added, std, self.squares)
+                scores = self.experiment.noise.scores(added, std)  # of integers, as normals
+                self.squares.append(float(scores @ scores))
         return released
-
-    def _add_scores(
-        self, drawn: np.ndarray, std: float, squares: list[Any], who: tuple[int, ...] = ()
-    ) -> None:
-        """Takes note of the squared norm of integer noise as normals of this std."""
-        scores = self.experiment.noise.scores(drawn, std)
-        square = float(scores @ scores)
-        squares.append((*who, square) if who else square)
 
     @cached_property
     def _again(self) -> NoiseSource:

@@ -60,16 +60,14 @@ class ByClient:
         if not isinstance(other, ByClient):
             return NotImplemented
         victims = {self.victim, other.victim}
-        both = [
-            {key: value for key, value in one.values.items() if key[0] not in victims}
+        (mine, others), (its, its_others) = (
+            [
+                {key: value for key, value in one.values.items() if (key[0] in victims) is of_them}
+                for of_them in (True, False)
+            ]
             for one in (self, other)
-        ]
-        mine = [
-            {key: value for key, value in one.values.items() if key[0] in victims}
-            for one in (self, other)
-        ]
-        same = self.own or not all(mine) or mine[0] == mine[1]
-        return both[0] == both[1] and same
+        )
+        return others == its_others and (self.own or not (mine and its) or mine == its)
 
 
 def mechanism_of(plan: Plan) -> Release:

@@ -3,6 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
+from raydpfl.audit.canaries import OtherRows, Rows
 from raydpfl.data import RowReader, Shards
 
 
@@ -20,15 +21,13 @@ class ComparedRows(RowReader):
             for file in files
         )
 
-    def rows(self, client: int, picked: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    def rows(self, client: int, picked: np.ndarray | None) -> Rows:
         """As `RowReader.rows`."""
         x, y = self._reader.rows(client, picked)
         self._compare(client, slice(None) if picked is None else picked, x, y)
         return x, y
 
-    def read(
-        self, clients: np.ndarray, counts: np.ndarray, width: int
-    ) -> tuple[np.ndarray, np.ndarray] | None:
+    def read(self, clients: np.ndarray, counts: np.ndarray, width: int) -> Rows | None:
         """As `RowReader.read`."""
         whole = self._reader.read(clients, counts, width)
         if whole is not None:
@@ -58,22 +57,14 @@ class ComparedRows(RowReader):
         self._reader.release()
 
 
-class VictimRows(RowReader):
+def of_victim(reader: RowReader, victim: int, scale: float) -> OtherRows:
     """A reader of rows that gives others for those of one client."""
 
-    def __init__(self, reader: RowReader, victim: int, scale: float):
-        self._reader = reader
-        self._victim = victim
-        self._scale = scale
+    def others(client: int) -> Rows | None:
+        if client != victim:
+            return None
+        x, y = reader.rows(client, None)
+        x = x * x.dtype.type(scale) if x.dtype.kind == "f" else x[:, ::-1]
+        return np.ascontiguousarray(x), np.ascontiguousarray(y[::-1])
 
-    def rows(self, client: int, picked: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """As `RowReader.rows`."""
-        if client != self._victim:
-            return self._reader.rows(client, picked)
-        x, y = self._reader.rows(client, None)
-        x = x * x.dtype.type(self._scale) if x.dtype.kind == "f" else x[:, ::-1]
-        x, y = np.ascontiguousarray(x), np.ascontiguousarray(y[::-1])
-        return (x, y) if picked is None else (x[picked], y[picked])
-
-    def release(self) -> None:
-        self._reader.release()
+    return OtherRows(reader, others)

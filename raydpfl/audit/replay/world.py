@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from raydpfl.audit import local_step_canaries
 from raydpfl.audit.canaries import CanaryRun
-from raydpfl.audit.replay.record import ByClient, Neighbour, RoundRecord
+from raydpfl.audit.replay.record import ByClient, Neighbour, RoundRecord, mechanism_of
+from raydpfl.audit.replay.rows import ComparedRows, of_victim
 from raydpfl.audit.replay.sum_difference import ROUNDING, SumDifference
 from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Columns, Work
 from raydpfl.errors import BudgetError, ClientError, RunError
 from raydpfl.methods.selection import Cohort
+from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.noise_monitor import MonitoredNoise
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import Pool
@@ -305,6 +308,30 @@ class World(CanaryRun):
                 }
         for what, by_client in others.items():
             flow[f"the {what} of clients"] = ByClient(by_client, victim, what == "state")
+
+
+class TrainingWorld(World):
+    """A world in which clients train on their rows, by the code of every run; the victim on others
+    in the neighbouring one.
+    """
+
+    def clients(self) -> ClientActor:
+        """See `CanaryRun.clients`."""
+        actor = ClientActor(self.experiment, str(self.plan.shards))
+        actor.shards.reader = ComparedRows(actor.shards, self.faults)
+        if self.neighbour is not None:
+            actor.shards.reader = of_victim(actor.shards.reader, self.neighbour.victim, -10)
+        return actor
+
+    def spent(self) -> Mapping[str, float]:
+        return local_step_canaries.spent(self.plan, len(self.rounds))
+
+    def finished(self) -> None:
+        """See `CanaryRun.finished`: the ledger is read where no other world has it."""
+        if mechanism_of(self.plan).by_draws:
+            super().finished()
+        else:
+            self.pool.close()
 
 
 class RecordedPool:
