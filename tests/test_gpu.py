@@ -37,7 +37,7 @@ from raydpfl.runtime.worker import Started, ready
 from raydpfl.sections import Client
 from raydpfl.simulation.client import actor, contribution
 from raydpfl.simulation.client.actor import ClientActor
-from raydpfl.simulation.client.contribution import Contribution, Explicit
+from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.client.data_cache import GpuRows
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
@@ -83,7 +83,7 @@ def on_cpu(plan: Plan, out: Path) -> np.ndarray:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "chosen", lambda *_: device.CPU)
         patch.setattr(convolutional.Convolution, "compiled", False)
-        patch.setattr(actor, "choose", lambda state, training: Explicit)
+        patch.setattr(actor, "choose", lambda state, training: Contribution)
         patch.setattr(contribution, "vector_norms", lambda vectors: device.norms(vectors).numpy())
         return numbers_of(plan, out)
 
@@ -181,7 +181,7 @@ def test_a_chunk_waits_for_the_gpu_as_often_as_it_would_for_one_client(tmp_path,
 @pytest.mark.slow
 @needs_none
 def test_a_wait_for_each_client_is_found(tmp_path, monkeypatch):
-    made = Explicit.vectors
+    made = Contribution.vectors
 
     def waiting(self, state, block):
         vectors = made(self, state, block)
@@ -189,7 +189,7 @@ def test_a_wait_for_each_client_is_found(tmp_path, monkeypatch):
         assert all(float(vector.sum()) < 1e9 for vector in vectors)
         return vectors
 
-    monkeypatch.setattr(Explicit, "vectors", waiting)
+    monkeypatch.setattr(Contribution, "vectors", waiting)
     with pytest.raises(AssertionError, match=r"waits"):
         check_path("clip", tmp_path, monkeypatch)
 

@@ -33,7 +33,7 @@ from raydpfl.methods.selection import Cohort
 from raydpfl.runtime.runner import RunResult
 from raydpfl.simulation.client import actor
 from raydpfl.simulation.client.actor import ClientActor
-from raydpfl.simulation.client.contribution import Explicit
+from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.resolution import resolve
 from raydpfl.simulation.scheduler import chunks
@@ -440,7 +440,7 @@ def test_updates_that_are_only_scaled_are_added_up_as_the_vectors_that_clients_s
     noise = {"kind": "gaussian", "multiplier": multiplier} if multiplier else {"kind": "none"}
     plan = resolve(experiment(noise=noise, weights={"kind": "data"}, rounds=2))
     scaled = carried_out(plan, tmp_path / "scaled")
-    monkeypatch.setattr(actor, "choose", lambda state, training: Explicit)
+    monkeypatch.setattr(actor, "choose", lambda state, training: Contribution)
     assert_same_bits(carried_out(plan, tmp_path / "vectors"), scaled)
 
 

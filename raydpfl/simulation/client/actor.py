@@ -33,7 +33,7 @@ from raydpfl.experiment import Experiment
 from raydpfl.simulation.client import personalization
 from raydpfl.simulation.client.actor_round import ActorRound, ChunkRound
 from raydpfl.simulation.client.chunk_training import ChunkTraining, ClientProgress
-from raydpfl.simulation.client.contribution import Contribution, Explicit, InKernel, Scaled, choose
+from raydpfl.simulation.client.contribution import Contribution, InKernel, Scaled, choose
 from raydpfl.simulation.client.data_cache import GpuRows, Rows
 from raydpfl.simulation.client.user_code_watch import UserCodeWatch
 from raydpfl.simulation.evaluation import Evaluator, Scored
@@ -93,8 +93,8 @@ class ClientActor:
         )
         parts = (self.rows, self.trainer, self.personal, self.progress)
         self.training = ChunkTraining(experiment, *parts)
-        self._contributions: dict[type[Contribution], Contribution]
-        self._contributions = {kind: kind(self.training) for kind in (InKernel, Scaled, Explicit)}
+        kinds = (InKernel, Scaled, Contribution)
+        self._contributions = {kind: kind(self.training) for kind in kinds}
         self._watch = UserCodeWatch(self.training) if self.trainer.user_defined else None
 
     def contribution(self, state: ChunkRound) -> Contribution:
