@@ -445,33 +445,6 @@ def test_other_weights_have_other_noise_and_do_not_go_on_as_the_run_began(tmp_pa
         run(experiment(weights=Moody(), **LONG), tmp_path / "run", resume=True)
 
 
-def test_code_that_is_imported_only_when_it_runs_is_part_of_the_origin(mine):
-    """Neither before it is imported may it change unnoticed, nor may its import be a change."""
-    text = (mine / "mine_origin.py").read_text().replace("from mine_helper import squash\n", "")
-    late = "    def factor(self, norm, bound):\n        from mine_helper import squash\n\n"
-    (mine / "mine_origin.py").write_text(text.replace("    def factor(self, norm, bound):\n", late))
-    before = user_code.sources(experiment(**OWN))
-    assert "mine_helper" not in sys.modules
-    experiment(**OWN).bounding.factor(1.0, 1.0)
-    assert "mine_helper" in sys.modules and user_code.sources(experiment(**OWN)) == before
-    del sys.modules["mine_helper"]
-    (mine / "mine_helper.py").write_text("import math\n\ndef squash(x):\n    return math.sin(x)\n")
-    assert user_code.sources(experiment(**OWN)) != before
-
-
-def test_code_in_folders_without_an_init_file_is_part_of_the_origin(mine):
-    """Before anything of them has been imported."""
-    helper = mine / "mine_folder" / "inner" / "helper.py"
-    helper.parent.mkdir(parents=True)
-    helper.write_text((mine / "mine_helper.py").read_text())
-    own = mine / "mine_origin.py"
-    late = "\n\ndef unused():\n    from mine_folder.inner.helper import squash\n"
-    own.write_text(own.read_text() + late)
-    before = user_code.sources(experiment(**OWN))
-    helper.write_text(helper.read_text().replace("math.", "1.0 * math."))
-    assert user_code.sources(experiment(**OWN)) != before
-
-
 TYPED = """
 import json, math
 from pydantic import Field
