@@ -220,30 +220,22 @@ def test_a_run_whose_actors_would_compute_otherwise_is_refused(shared_ray, tmp_p
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A member of the user's own, `mine_origin:Tanh`, which imports a helper of its own."""
+    """A module of the user's own, `mine_origin`, with a bounding `Half`."""
     folder = tmp_path / "code"
     folder.mkdir()
-    (folder / "mine_helper.py").write_text(
-        "import math\n\ndef squash(x):\n    return math.tanh(x)\n"
-    )
     (folder / "mine_origin.py").write_text(
-        "import numpy\nfrom pydantic import Field\n"
-        "from raydpfl.methods.bounding import Bounding\nfrom mine_helper import squash\n\n"
-        "class Tanh(Bounding):\n    bound: float = Field(gt=0)\n\n"
-        "    def factor(self, norm, bound):\n        return bound * squash(norm / bound) / norm "
-        "if norm > 0 else 0.0\n"
+        "from raydpfl.methods.bounding import Clip\n\nclass Half(Clip):\n"
+        "    def factor(self, norm, bound):\n        return 0.5 * super().factor(norm, bound)\n"
     )
     monkeypatch.syspath_prepend(folder)
-    yield folder
-    for name in ("mine_origin", "mine_helper"):
-        sys.modules.pop(name, None)
+    return folder / "mine_origin.py"
 
 
-OWN = {"bounding": {"kind": "mine_origin:Tanh", "bound": 0.5}}
+OWN = {"bounding": {"kind": "mine_origin:Half", "bound": 0.5}}
 
 
 def test_an_own_module_is_known_by_its_source_and_torchs_by_its_version(mine):
-    (mine / "mine_origin.py").write_text(
+    mine.write_text(
         "import torch\n\nclass Net(torch.nn.Sequential):\n    def __init__(self):\n"
         "        super().__init__(torch.nn.Flatten(), torch.nn.Linear(784, 10))\n"
     )
@@ -283,9 +275,8 @@ def test_a_change_of_code_is_refused_by_name_before_a_round_is_released_twice_un
     out = tmp_path / "run"
     begun(out, rounds, 5, **OWN, **LONG)
     lines = (out / "ledger.jsonl").read_text()
-    text = (mine / "mine_origin.py").read_text()
-    (mine / "mine_origin.py").write_text(text.replace("squash(norm", "squash(0.5 * norm"))
-    said = r"code mine_origin:Tanh has changed; --resume --fresh-noise"
+    mine.write_text(mine.read_text().replace("0.5 *", "0.25 *"))
+    said = r"code mine_origin:Half has changed; --resume --fresh-noise"
     with pytest.raises(RunError, match=said):
         run(experiment(**OWN, **LONG), out, resume=True)
     assert (out / "ledger.jsonl").read_text() == lines
