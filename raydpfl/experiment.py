@@ -297,12 +297,6 @@ class Experiment(Section):
         return BACKENDS[self.client.backend].threads and self.personal is None
 
     @property
-    def scored_by(self) -> tuple[Metric, ...]:
-        """All that a model is scored by, by every client's own rows included."""
-        metric = self.evaluate.per_client
-        return (*self.metrics, *((metric,) if metric else ()))
-
-    @property
     def scores(self) -> tuple[str, ...]:
         """The columns of the rounds table for evaluations; those of the test set in any case."""
         columns = metric_columns.columns(self.metrics, bool(self.evaluate.validation))
@@ -398,11 +392,6 @@ def _one_run(tree: Mapping[str, Any]) -> None:
                 nodes.append((f"{path}.{key}", value))
 
 
-def _is_file(text: str) -> bool:
-    """Whether a text looks like the name of a file, and is that of one."""
-    return re.search(r"[/.]", text) is not None and "\0" not in text and os.path.isfile(text)
-
-
 def _paths(key: str, value: Any) -> Iterator[tuple[str, str]]:
     """The texts in a tree that look like names of files and are, with their dotted keys."""
     if isinstance(value, Mapping):
@@ -412,7 +401,7 @@ def _paths(key: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for part in value:
             yield from _paths(key, part)
-    elif isinstance(value, str) and _is_file(value):
+    elif isinstance(value, str) and re.search(r"[/.]", value) and os.path.isfile(value):
         yield key, value
 
 

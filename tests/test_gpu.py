@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import subprocess
 import sys
 import threading
 import warnings
@@ -37,7 +36,7 @@ from raydpfl.runtime.worker import Started, ready
 from raydpfl.sections import Client
 from raydpfl.simulation.client import actor, contribution
 from raydpfl.simulation.client.actor import ClientActor
-from raydpfl.simulation.client.contribution import Contribution, Explicit
+from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.client.data_cache import GpuRows
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
@@ -83,7 +82,7 @@ def on_cpu(plan: Plan, out: Path) -> np.ndarray:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "chosen", lambda *_: device.CPU)
         patch.setattr(convolutional.Convolution, "compiled", False)
-        patch.setattr(actor, "choose", lambda state, training: Explicit)
+        patch.setattr(actor, "choose", lambda state, training: Contribution)
         patch.setattr(contribution, "vector_norms", lambda vectors: device.norms(vectors).numpy())
         return numbers_of(plan, out)
 
@@ -181,7 +180,7 @@ def test_a_chunk_waits_for_the_gpu_as_often_as_it_would_for_one_client(tmp_path,
 @pytest.mark.slow
 @needs_none
 def test_a_wait_for_each_client_is_found(tmp_path, monkeypatch):
-    made = Explicit.vectors
+    made = Contribution.vectors
 
     def waiting(self, state, block):
         vectors = made(self, state, block)
@@ -189,7 +188,7 @@ def test_a_wait_for_each_client_is_found(tmp_path, monkeypatch):
         assert all(float(vector.sum()) < 1e9 for vector in vectors)
         return vectors
 
-    monkeypatch.setattr(Explicit, "vectors", waiting)
+    monkeypatch.setattr(Contribution, "vectors", waiting)
     with pytest.raises(AssertionError, match=r"waits"):
         check_path("clip", tmp_path, monkeypatch)
 
@@ -327,11 +326,8 @@ def test_a_chunk_goes_back_through_attention_at_once(clip, tmp_path, monkeypatch
         patch.setattr(vmap, "sdpa_kernel", lambda _: nullcontext())
         expected = on_cpu(plan, tmp_path / "cpu")
         assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
-        with (
-            device.restored(),
-            pretended(patch),
-            pytest.raises(ConfigError, match="OneByOne"),
-        ):
+        refused = pytest.raises(ConfigError, match="OneByOne")
+        with device.restored(), pretended(patch), refused:
             ClientActor(plan.experiment, str(plan.shards))
 
 
@@ -379,12 +375,11 @@ def small_memory(monkeypatch, most: int) -> list[int]:
 
 
 @pytest.mark.slow
+@needs_none
 @pytest.mark.parametrize("backend", ["fused", "vmap"])
 def test_where_memory_is_short_half_a_chunk_trains_at_once_and_no_client_is_blamed(
     backend, tmp_path, monkeypatch
 ):
-    if SEEN:
-        pytest.skip("pretends a GPU where there is none")
     plan = on_gpu(client={"backend": backend, "on_error": "drop"})
     expected = on_cpu(plan, tmp_path / "cpu")
     with device.restored(), pretended(monkeypatch):
@@ -466,6 +461,7 @@ def test_noise_is_drawn_by_a_thread_while_a_chunk_trains(tmp_path, monkeypatch):
     assert threads == {False}
 
 
+@needs_none
 def test_norms_of_rows_do_not_depend_on_how_many_there_are(monkeypatch):
     """They are taken of as many at once wherever, the last of them filled up."""
     shapes = set()
@@ -478,8 +474,6 @@ def test_norms_of_rows_do_not_depend_on_how_many_there_are(monkeypatch):
         return norm(rows, dim=dim)
 
     monkeypatch.setattr(device, "GROUP", 10)
-    if SEEN:
-        pytest.skip("pretends a GPU where there is none")
     with pretended(monkeypatch):
         there = vectors.to("cuda")
         monkeypatch.setattr(torch.linalg, "vector_norm", seen)
@@ -558,17 +552,14 @@ def test_a_client_with_such_a_label_is_named_and_dropped_before_the_gpu_sees_it(
     coordinator.start()
     shards = coordinator.pool.client.shards
     chunk = shards.chunk
-    monkeypatch.setattr(
-        type(shards),
-        "chunk",
-        lambda self, *given, **named: spoilt(*chunk(*given, **named), given[0] == 7),
-    )
 
-    def spoilt(x, y, sizes, of):
+    def spoilt(self, members, *given, **named):
+        x, y, sizes = chunk(members, *given, **named)
         y = y.copy()
-        y[of] = 12
+        y[members == 7] = 12
         return x, y, sizes
 
+    monkeypatch.setattr(type(shards), "chunk", spoilt)
     row = coordinator.round()
     while 7 not in coordinator.state.participations:
         row = coordinator.round()
@@ -600,9 +591,8 @@ def test_without_a_gpu_an_actor_that_was_to_have_one_refuses(tmp_path):
     plan = on_gpu()
     with pytest.raises(ConfigError, match=r"client.num_gpus"):
         ClientActor(plan.experiment, str(plan.shards))
-    with pytest.raises(
-        ConfigError, match=r"client.num_gpus = 1.0: expected 0; this machine has no GPU"
-    ):
+    said = "client.num_gpus = 1.0: expected 0; this machine has no GPU"
+    with pytest.raises(ConfigError, match=said):
         run(experiment(client={"actors": 0, "num_gpus": 1}), tmp_path)
     given = (pickle.dumps(plan.experiment), str(plan.shards), (), None)
     with pytest.raises(ConfigError, match=r"client.num_gpus = 1.0: expected 0; node .* has no GPU"):
@@ -613,9 +603,8 @@ def test_settings_that_bits_need_are_made_and_undone(gpu, monkeypatch):
     shares = []
     monkeypatch.delenv(device.WORKSPACE, raising=False)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
-    monkeypatch.setattr(
-        torch.cuda, "get_per_process_memory_fraction", lambda: shares[-1] if shares else 0.9
-    )
+    share = lambda: shares[-1] if shares else 0.9  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", share)
     cudnn = torch.backends.cudnn
     cudnn.benchmark = True
     with device.restored():
@@ -629,9 +618,8 @@ def test_settings_that_bits_need_are_made_and_undone(gpu, monkeypatch):
     assert not torch.are_deterministic_algorithms_enabled()
     cudnn.benchmark = False
     monkeypatch.setenv(device.WORKSPACE, ":0:0")
-    with pytest.raises(
-        ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG = ':0:0': expected unset, :4096:8"
-    ):
+    said = "CUBLAS_WORKSPACE_CONFIG = ':0:0': expected unset, :4096:8"
+    with pytest.raises(ConfigError, match=said):
         device.settle(torch.device("cuda"), 1.0)
 
 
@@ -734,11 +722,8 @@ def test_actors_with_different_gpus_are_refused():
 
 def test_the_cache_of_features_knows_the_gpu_that_made_them(monkeypatch):
     features = ResNet18Features()
-    if not SEEN:
-        assert len(features.identity(None)) == 1
-        with pretended(monkeypatch):
-            assert features.identity(None)[1] == device.facts(1)
-    else:
+    assert SEEN or len(features.identity(None)) == 1
+    with nullcontext() if SEEN else pretended(monkeypatch):
         assert features.identity(None)[1] == device.facts(1)
 
 
@@ -880,7 +865,7 @@ except device.DeviceLost as error:
 @needs_gpu
 @pytest.mark.slow
 def test_a_device_assert_is_a_gpu_lost():
-    done = subprocess.run([sys.executable, "-c", ASSERTS], capture_output=True, text=True)
+    done = processes.run([sys.executable, "-c", ASSERTS])
     said = done.stdout.splitlines()
     assert len(said) == 1 and said[0].startswith("the GPU failed: "), done.stderr
 
@@ -888,13 +873,11 @@ def test_a_device_assert_is_a_gpu_lost():
 @needs_gpu
 @pytest.mark.slow
 def test_actors_that_share_a_gpu_give_the_bits_of_one_process(tmp_path, shared_ray):
-    hashes = [
-        run(experiment(client={"actors": actors, "num_gpus": 0.5}), tmp_path / str(actors)).summary[
-            "model_sha256"
-        ]
-        for actors in (0, 2)
-    ]
-    assert hashes[0] == hashes[1]
+    hashes = set()
+    for actors in (0, 2):
+        shared = experiment(client={"actors": actors, "num_gpus": 0.5})
+        hashes.add(run(shared, tmp_path / str(actors)).summary["model_sha256"])
+    assert len(hashes) == 1
 
 
 @needs_gpu

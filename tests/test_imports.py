@@ -2,9 +2,9 @@
 
 import json
 import pickle
-import subprocess
 import sys
 
+import processes
 import pytest
 import yaml
 from conftest import SMALL, experiment
@@ -21,12 +21,8 @@ NEVER = (
 RAY = ("ray", "raydpfl.runtime.actor_pool")
 # what accounting, tables and pages need, and those who train do not
 ABOVE = (
-    "scipy",
-    "tensorboard",
-    "rich",
-    "typer",
-    "raydpfl.simulation.coordinator",
-    "raydpfl.simulation.plan",
+    *("scipy", "tensorboard", "rich", "typer"),
+    *("raydpfl.simulation.coordinator", "raydpfl.simulation.plan"),
 )
 COMMAND = """
 import json, os, sys
@@ -48,7 +44,7 @@ def test_a_run_in_one_process_imports_neither_ray_nor_what_it_does_not_need(tmp_
     asked |= {"noise": noise, "privacy": {"accountants": ["pld", "rdp", "paper"]}}
     config.write_text(yaml.safe_dump(SMALL | asked))
     command = [sys.executable, "-c", COMMAND, "run", config, "--quiet", "--out", tmp_path / "out"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = processes.run(command)
     assert done.returncode == 0, done.stderr
     loaded = set(json.loads(done.stdout))
     assert {"torch", "raydpfl.runtime.runner"} <= loaded
@@ -78,8 +74,7 @@ print(json.dumps(sorted(sys.modules)))
 def test_a_client_imports_what_training_and_evaluating_need_and_no_more(tmp_path):
     plan = resolve(experiment())
     (tmp_path / "given").write_bytes(pickle.dumps((plan.experiment, str(plan.shards), plan.d)))
-    command = [sys.executable, "-c", CLIENT, tmp_path / "given"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = processes.run([sys.executable, "-c", CLIENT, tmp_path / "given"])
     assert done.returncode == 0, done.stderr
     loaded = set(json.loads(done.stdout))
     assert {"torch", "raydpfl.simulation.client.actor"} <= loaded
@@ -91,7 +86,7 @@ READING = "raydpfl.runtime.runner, raydpfl.cli.app, raydpfl.cli.run_display, ray
 
 def test_the_commands_are_there_and_a_study_is_read_without_ray_and_matplotlib():
     code = f"import sys, {READING}; print(sorted({{'ray', 'matplotlib'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = processes.run([sys.executable, "-c", code])
     assert done.stdout == "[]\n", done.stderr
 
 
@@ -104,5 +99,5 @@ print(sorted({"ray", "torch", "matplotlib"} & set(sys.modules)))
 """
     question = ["budget", "--population", "50", "--cohort", "5"]
     question += ["--rounds", "9", "--noise-multiplier", "2"]
-    done = subprocess.run([sys.executable, "-c", code, *question], capture_output=True, text=True)
+    done = processes.run([sys.executable, "-c", code, *question])
     assert done.stdout.endswith("\n[]\n"), done.stderr

@@ -35,7 +35,7 @@ import requests
 
 from raydpfl import storage
 from raydpfl.core import signals
-from raydpfl.errors import ConfigError, RunError
+from raydpfl.errors import ConfigError, RunError, message
 from raydpfl.jobs.archive import SIZE, ArchiveError, plain, unpack
 from raydpfl.storage.files import cache_root, keep_json, kept_json
 
@@ -420,6 +420,5 @@ def _token() -> str | None:
     )
 
 
-def _line(error: object) -> str:
-    text = " ".join(plain(error).split())
-    return text if len(text) <= 200 else f"{text[:197]}..."
+def _line(error: BaseException) -> str:
+    return plain(message(error, 200))

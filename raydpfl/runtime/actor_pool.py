@@ -29,7 +29,7 @@ from ray.exceptions import (
 
 from raydpfl.core.hardware import cores
 from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Work
-from raydpfl.errors import DeviceLost, RunError
+from raydpfl.errors import DeviceLost, RunError, message
 from raydpfl.experiment import Experiment
 from raydpfl.runtime.file_transfer import RATE
 from raydpfl.runtime.session import on_node, raised
@@ -309,7 +309,7 @@ class ActorPool:
         except LOST as error:
             self._deaths[of] += 1
             if self._deaths[of] > DEATHS:
-                text = " ".join(str(error).split())[:300]
+                text = message(error)
                 if isinstance(error, OutOfMemoryError) or "memory" in text.lower():
                     remedy = (
                         "fewer client.actors, a smaller client.chunk or a node with more memory"

@@ -31,7 +31,7 @@ import torch
 
 from raydpfl.core import device, signals
 from raydpfl.core.hardware import cores, threads
-from raydpfl.errors import ConfigError, RunError, contained, traceback_text
+from raydpfl.errors import ConfigError, RunError, contained, message, traceback_text
 from raydpfl.runtime.capacity import wanted
 from raydpfl.runtime.session import LOOK, Session, at_work, free, on_node, raised
 from raydpfl.sections import Client
@@ -255,8 +255,7 @@ class Launcher:
             raise raised(error, "the coordinator failed") from None
         except ray.exceptions.RayActorError as error:
             self.check()
-            reason = " ".join(str(error).split())[:300]
-            raise RunError(f"the coordinator died: {reason}; go on with --resume") from None
+            raise RunError(f"the coordinator died: {message(error)}; go on with --resume") from None
 
     def summary(self) -> dict[str, Any]:
         """For `summary.json`: whether Ray was used, by how many client actors, and why `auto` did

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from raydpfl.core.messages import State
-from raydpfl.errors import RunError
+from raydpfl.errors import RunError, one_line
 from raydpfl.simulation.client_state import ClientStates
 from raydpfl.storage.run_files import Extent, clear, replace_file, writing
 
@@ -103,8 +103,7 @@ def load(
             reason = "it has been changed since it was written"
             changed = changed or f"{path}: {reason}"
         except Exception as error:  # readers of damaged files raise anything
-            detail = " ".join(str(error).split())[:200]
-            reason = f"it cannot be read ({type(error).__name__}: {detail})"
+            reason = f"it cannot be read ({one_line(error)})"
         passed.append(f"{path} is passed over: {reason}")
     else:
         checkpoint = None

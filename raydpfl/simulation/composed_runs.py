@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -261,9 +260,6 @@ def released(run: StoredRun, plan: Plan) -> RunRelease:
     surveys = int(plan.surveys[rounds - 1]) if rounds else 0
     if mechanism.survey and lines:
         surveys = sum(line.get("survey_std", 0.0) > 0 for line in lines)
-    seen: Counter[int] = Counter()
-    for clients in plan.draws(rounds):
-        seen.update(clients.tolist())
     known = experiment.noise.stands_for is None and not repeated
     origin = plan.origin()
     facts = [experiment.selection.meaning(), origin["clients"], origin["cohorts"], repeated]
@@ -272,7 +268,7 @@ def released(run: StoredRun, plan: Plan) -> RunRelease:
         mechanism=mechanism.asking(surveys),
         relation=plan.terms.relation,
         rounds=composed,
-        participations=max(seen.values(), default=0) if known else None,
+        participations=max(plan.participations(rounds).values(), default=0) if known else None,
         seed=experiment.seed,
         cohorts=json.dumps(facts, sort_keys=True),
     )

@@ -304,7 +304,7 @@ class Plan:
         """
         experiment = self.experiment
         form = shards.form(experiment.data.task)
-        for metric in experiment.scored_by:
+        for metric in filter(None, (*experiment.metrics, experiment.evaluate.per_client)):
             metric.fits(form)
         problem = self.problem(shards)
         for probe in experiment.measure:

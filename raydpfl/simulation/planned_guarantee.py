@@ -41,9 +41,7 @@ def of_config(
         raise ConfigError("noise.kind", experiment.noise.kind, expected)
     plan = resolve(experiment, data_root)
     experiment = plan.experiment
-    seen = Counter(
-        client for clients in plan.draws(experiment.rounds) for client in clients.tolist()
-    )
+    seen = plan.participations(experiment.rounds)
     budget: Budget | PersonalBudget
     if plan.mechanism and plan.mechanism.by_draws:
         steps = cast(LocalSteps, plan.mechanism)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.special import gammaln
 
 from raydpfl.privacy import Sampling
 
@@ -171,7 +172,7 @@ class _Counts(Bet):
     def settle(self) -> float:
         held = np.flatnonzero(self.clients > 0)
         logs = self.ratios(held) + np.log(self.clients[held] / self.count)
-        return _log_mean([_log_sum(row) for row in (logs if self._subset else logs[_ABOVE])])
+        return _log_mean(np.logaddexp.reduce(logs if self._subset else logs[_ABOVE], 1))
 
 
 class _Memory(Bet):
@@ -248,11 +249,12 @@ class _Numbers(Bet):
         """The next numbers are among these, float64 [k], one after another, with the logarithms of
         their probabilities, up to a constant.
         """
-        logs = logs - _log_sum(logs)
+        logs = logs - np.logaddexp.reduce(logs)
         std = math.sqrt(max(np.exp(logs) @ values**2 - (np.exp(logs) @ values) ** 2, 1e-9))
         tilt = (self._MEAN / std)[:, None] * (values - values.mean())
         bets = self._VARIED[:, None] * logs + tilt
-        self._table = bets - [[_log_sum(row)] for row in bets] - logs  # of the factors' logarithms
+        # of the factors' logarithms
+        self._table = bets - np.logaddexp.reduce(bets, 1, keepdims=True) - logs
         self._first = int(values[0])
 
     def pay(self, number: int) -> None:
@@ -266,10 +268,7 @@ class _Sizes(_Numbers):
 
     def __init__(self, count: int, chance: float):
         super().__init__()
-        mean = count * chance
-        values = _window(mean, mean * (1 - chance), 0, count)
-        odds = math.log(chance) - math.log1p(-chance)
-        self.declare(values, _choose(count, values) + values * odds)
+        self.declare(*_binomial(count, chance))
 
     def see(self, drawn: DrawnCohort) -> None:
         self.pay(drawn.size)
@@ -290,10 +289,7 @@ class _Overlap(_Numbers):
         n, m = sizes = (len(self._before), len(drawn.clients))
         if sizes != self._sizes:
             self._sizes = sizes
-            share = n / self._count
-            least = max(0, n + m - self._count)
-            values = _window(m * share, m * share * (1 - share), least, min(n, m))
-            self.declare(values, _choose(n, values) + _choose(self._count - n, m - values))
+            self.declare(*_hypergeometric(n, m, self._count))
         both = np.sort(np.concatenate([self._before, drawn.clients]))
         self.pay(int((both[1:] == both[:-1]).sum()))
         self._before = drawn.clients
@@ -337,10 +333,7 @@ class _Epochs(Bet):
         before, clients = (some[self._times[some] == 0] for some in (before, clients))
         n, m, free = len(before), len(clients), self._free
         if 0 < n < free and 0 < m < free:
-            share = n / free
-            least = max(0, n + m - free)
-            values = _window(m * share, m * share * (1 - share), least, min(n, m))
-            self._overlap.declare(values, _choose(n, values) + _choose(free - n, m - values))
+            self._overlap.declare(*_hypergeometric(n, m, free))
             self._overlap.pay(len(np.intersect1d(before, clients)))
 
     def _add(self, drawn: DrawnCohort) -> None:
@@ -429,7 +422,7 @@ class _Pairs(Bet):
 
     def settle(self) -> float:
         share = (self._searches + 1) * (self._searches + 2)
-        return _log_sum([self._paid, _log_mean(self._wealth) - math.log(share)])
+        return float(np.logaddexp(self._paid, _log_mean(self._wealth) - math.log(share)))
 
 
 def together(cohorts: Sequence[np.ndarray], most: int) -> np.ndarray:
@@ -496,6 +489,22 @@ def _window(mean: float, variance: float, least: int, most: int) -> np.ndarray:
     return np.arange(first, min(most, math.ceil(mean + reach)) + 1, dtype=np.float64)
 
 
+def _binomial(n: int, chance: float) -> tuple[np.ndarray, np.ndarray]:
+    """Values, float64 [k], of Bin(n, chance), and the logarithms of their probabilities."""
+    values = _window(n * chance, n * chance * (1 - chance), 0, n)
+    logs = values * math.log(chance) + (n - values) * math.log1p(-chance)
+    return values, _choose(n, values) + logs
+
+
+def _hypergeometric(n: int, m: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """How many of n clients are among m of `count`: values, float64 [k], and the logarithms of
+    their probabilities, up to a constant.
+    """
+    share = n / count
+    values = _window(m * share, m * share * (1 - share), max(0, n + m - count), min(n, m))
+    return values, _choose(n, values) + _choose(count - n, m - values)
+
+
 def _binomial_sum(counts: np.ndarray, chances: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Values, float64 [k], of a sum of binomial numbers of so many trials and these chances, and
     the logarithms of their probabilities.
@@ -505,26 +514,16 @@ def _binomial_sum(counts: np.ndarray, chances: np.ndarray) -> tuple[np.ndarray, 
         if chance >= 1:
             first += n
         elif n and chance:
-            values = _window(n * chance, n * chance * (1 - chance), 0, n)
-            logs = _choose(n, values) + values * math.log(chance)
-            masses = np.convolve(masses, np.exp(logs + (n - values) * math.log1p(-chance)))
+            values, logs = _binomial(n, chance)
+            masses = np.convolve(masses, np.exp(logs))
             first += values[0]
     return first + np.arange(len(masses)), np.log(np.maximum(masses, 1e-300))
 
 
 def _choose(n: int, k: np.ndarray) -> np.ndarray:
     """The logarithm of n over k."""
-    from scipy.special import gammaln
-
     return gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1)
 
 
-def _log_sum(logs: ArrayLike) -> float:
-    """The logarithm of a sum, from the logarithms of its terms."""
-    logs = np.asarray(logs)
-    most = float(logs.max())
-    return most + math.log(np.exp(logs - most).sum()) if math.isfinite(most) else most
-
-
 def _log_mean(logs: ArrayLike) -> float:
-    return _log_sum(logs) - math.log(np.size(logs))
+    return float(np.logaddexp.reduce(logs, None)) - math.log(np.size(logs))

@@ -14,32 +14,13 @@ from typing import ClassVar
 
 import pytest
 from ray.job_submission import JobSubmissionClient
-from test_submit import free_ports, server
+from test_submit import FOLDER, free_ports, member, packed, server
 
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.jobs import archive
 from raydpfl.jobs import client as submit
 from raydpfl.jobs.archive import ArchiveError, plain, unpack
 
-
-def member(name: str, data: bytes = b"x", kind: bytes = tarfile.REGTYPE, **more) -> tuple:
-    info = tarfile.TarInfo(name)
-    info.type = kind
-    info.size = len(data) if kind == tarfile.REGTYPE else 0
-    for key, value in more.items():
-        setattr(info, key, value)
-    return info, data
-
-
-def packed(*members: tuple, form: int = tarfile.GNU_FORMAT) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz", format=form) as made:
-        for info, data in members:
-            made.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
-
-
-FOLDER = member("job", kind=tarfile.DIRTYPE)
 HOSTILE = {
     "a path that leads up": [member("job/../../evil")],
     "an absolute path": [member("/tmp/evil")],
@@ -87,14 +68,8 @@ def test_an_archive_that_is_too_large_is_refused_before_it_is_written(tmp_path, 
 
 def test_an_archive_that_is_cut_short_changes_nothing(tmp_path):
     whole = packed(FOLDER, *(member(f"job/{i}", os.urandom(3000)) for i in range(3)))
-    broken = (
-        gzip.compress(b"no archive" * 100),
-        b"no archive" * 100,
-        b"",
-        whole[:-9],
-        whole[:4000],
-    )
-    for data in broken:
+    other = b"no archive" * 100
+    for data in (gzip.compress(other), other, b"", whole[:-9], whole[:4000]):
         with pytest.raises(RunError, match=r"did not come back .*raydpfl submit --follow job"):
             server(fetched=data).fetch("job", tmp_path / "out")
     assert not any((tmp_path / "out").iterdir())

@@ -57,14 +57,8 @@ def package(here: Path, init: bool = True) -> None:
     (here / "pkg/unused.py").touch()
     (here / "pkg/types.pyi").touch()
     (here / f"pkg/fast{packaging.EXTENSION_SUFFIXES[0]}").touch()
-    for name in (
-        ".env",
-        ".git/config",
-        ".hidden/a.py",
-        "__pycache__/a.pyc",
-        "secret.json",
-        "big/b.bin",
-    ):
+    hidden = (".env", ".git/config", ".hidden/a.py", "__pycache__/a.pyc")
+    for name in (*hidden, "secret.json", "big/b.bin"):
         (here / "pkg" / name).write_text("SECRET")
     (here / "pkg/link.py").symlink_to("/etc/passwd")
     (here / "pkg/away").symlink_to("/etc")
@@ -102,9 +96,8 @@ def test_what_is_imported_but_not_sent_is_refused_before_anything_is_sent(here):
     (here / "away").mkdir()
     (here / "away/mine.py").write_text(CLIP)
     (here / "linked.py").symlink_to(here / "away/mine.py")
-    with pytest.raises(
-        ConfigError, match=r"submit = 'linked.py': expected modules that are no links"
-    ):
+    said = "submit = 'linked.py': expected modules that are no links"
+    with pytest.raises(ConfigError, match=said):
         sent(here, "linked:Own")
 
 
@@ -140,26 +133,18 @@ def named(here: Path) -> dict[str, dict]:
         "    def samples(self, seed, root): return self.where\n"
     )
     table = {"kind": "table", "train": "t.npz", "x": ["x"], "y": "y", "clients": 5}
+    pca = {"kind": "pca", "file": "w.npz"}
+    resnet = {"kind": "resnet18", "weights": "w.npz"}
+    importance = {"kind": "importance", "cohort": 5, "path": "w.npz", "column": "p"}
+    epsilon = {"kind": "column", "path": "w.npz", "column": "e"}
     step = {"bounding": {"kind": "per_sample_clip", "bound": 1.0}}
     return {
         "data.train": {"data": table},
         "data.test": {"data": table | {"train": "t.npz", "test": "t.npz"}},
-        "data.features.file": {
-            "data": SMALL["data"] | {"features": {"kind": "pca", "file": "w.npz"}}
-        },
-        "data.features.weights": {
-            "data": SMALL["data"] | {"features": {"kind": "resnet18", "weights": "w.npz"}}
-        },
-        "selection.path": {
-            "selection": {"kind": "importance", "cohort": 5, "path": "w.npz", "column": "p"}
-        },
-        "noise.epsilon.path": {
-            "noise": {
-                "kind": "gaussian",
-                "epsilon": {"kind": "column", "path": "w.npz", "column": "e"},
-            },
-            **step,
-        },
+        "data.features.file": {"data": SMALL["data"] | {"features": pca}},
+        "data.features.weights": {"data": SMALL["data"] | {"features": resnet}},
+        "selection.path": {"selection": importance},
+        "noise.epsilon.path": {"noise": {"kind": "gaussian", "epsilon": epsilon}, **step},
         "data.where": {"data": {"kind": "own:Mine", "where": "w.npz", "clients": 3}},
         "model.args.path": {"model": {"kind": "torch.nn:Linear", "args": {"path": "w.npz"}}},
     }

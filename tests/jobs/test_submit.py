@@ -112,9 +112,8 @@ def head():
         )
     deadline = time.monotonic() + 120
     while "Ray runtime started" not in (folder / "head.log").read_text():
-        assert process.poll() is None and time.monotonic() < deadline, (
-            folder / "head.log"
-        ).read_text()
+        said = (folder / "head.log").read_text()
+        assert process.poll() is None and time.monotonic() < deadline, said
         time.sleep(0.2)
     yield {**environment, "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}
     end(process)
@@ -329,6 +328,27 @@ def server(*output, fetched=None, code=0) -> submit.JobServer:
     return made
 
 
+def member(name: str, data: bytes = b"x", kind: bytes = tarfile.REGTYPE, **more) -> tuple:
+    info = tarfile.TarInfo(name)
+    info.type = kind
+    info.size = len(data) if kind == tarfile.REGTYPE else 0
+    for key, value in more.items():
+        setattr(info, key, value)
+    return info, data
+
+
+def packed(*members: tuple, form: int = tarfile.GNU_FORMAT) -> bytes:
+    """An archive, as a head sends it."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", format=form) as made:
+        for info, data in members:
+            made.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+FOLDER = member("job", kind=tarfile.DIRTYPE)
+
+
 def test_a_head_that_has_just_started_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(submit.time, "sleep", lambda seconds: None)
     monkeypatch.chdir(tmp_path)
@@ -370,8 +390,7 @@ def test_a_job_may_write_to_an_address_which_is_told_to_whoever_follows_it(tmp_p
 def test_a_job_ends_with_its_own_exit_code_and_one_that_had_begun_says_how_to_go_on(
     code, tmp_path, monkeypatch, typed
 ):
-    (tmp_path / "job").mkdir()
-    stub = server("its words\n", fetched=archive(tmp_path / "job"), code=code)
+    stub = server("its words\n", fetched=packed(FOLDER), code=code)
     monkeypatch.setattr(submit, "JobServer", lambda address: stub)
     monkeypatch.chdir(tmp_path)
     ended, out, said = typed("submit", "--follow", "job", "--out", "out")
@@ -382,35 +401,21 @@ def test_a_job_ends_with_its_own_exit_code_and_one_that_had_begun_says_how_to_go
 def test_a_connection_that_breaks_is_made_anew_and_nothing_is_shown_twice(monkeypatch):
     monkeypatch.setattr(submit.time, "sleep", lambda seconds: None)
     shown = []
-    broken = server(
-        "one\ntw",
-        ConnectionResetError(),
-        RuntimeError("502"),
-        "one\ntwo\nthr",
-        "one\ntwo\nthree\n",
-        code=3,
-    )
+    breaks = ConnectionResetError(), RuntimeError("502")
+    broken = server("one\ntw", *breaks, "one\ntwo\nthr", "one\ntwo\nthree\n", code=3)
     assert broken.follow("job", shown.append) == 3
     assert "".join(shown) == "one\ntwo\nthree\n"
 
 
 def test_a_cluster_that_has_gone_ends_the_following_with_what_to_do(monkeypatch):
     monkeypatch.setattr(submit, "PATIENCE", 0.5)
-    with pytest.raises(
-        RunError,
-        match=r"does not answer \(gone\); follow it with raydpfl submit --follow job, "
-        r"or .* --resume job",
-    ):
+    said = (
+        r"does not answer \(gone\); follow it with raydpfl submit --follow job, or .* --resume job"
+    )
+    with pytest.raises(RunError, match=said):
         server("one", *[ConnectionResetError("gone")] * 9).follow("job")
     with pytest.raises(ConfigError, match="job = 'other'"):
         server().follow("other")
-
-
-def archive(folder: Path) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as packed:
-        packed.add(folder, "job")
-    return buffer.getvalue()
 
 
 def test_a_job_that_made_no_run_directory_brings_none_back(tmp_path):

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import pytest
 import ray
 import yaml
 from conftest import experiment
+from processes import wait_for_rounds
 from test_study import check_same_tables, command, cut_short, longer
 from test_submit import end, summary, token_environment
 from test_sweep import finished
@@ -97,29 +97,10 @@ def kill(process: subprocess.Popen, node: int) -> None:
     until(process, "killed")
 
 
-def start(config: Path, out: Path, environment: dict, *more: str) -> subprocess.Popen:
-    command = [
-        sys.executable,
-        "-m",
-        "raydpfl",
-        "run",
-        str(config),
-        "--out",
-        str(out),
-        "--quiet",
-        *more,
-    ]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def wait_for_rounds(rounds: int, out: Path, process: subprocess.Popen) -> None:
-    ledger = out / "ledger.jsonl"
-    deadline = time.monotonic() + 180
-    while not (ledger.exists() and len(ledger.read_text().splitlines()) > rounds):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.05)
+def start(config: Path, out: Path, environment: dict) -> subprocess.Popen:
+    words = ["run", str(config), "--out", str(out), "--address", "auto", "--quiet"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, "-m", "raydpfl", *words], env=environment, **pipes)
 
 
 def test_trials_of_two_actors_share_three_nodes_of_one_core(tmp_path, cluster):
@@ -128,21 +109,10 @@ def test_trials_of_two_actors_share_three_nodes_of_one_core(tmp_path, cluster):
     config = tmp_path / "sweep.yaml"
     out = tmp_path / "out"
     small = experiment(client={"actors": 2, "num_cpus": 1}).to_dict()
-    config.write_text(
-        yaml.safe_dump({**small, "local": {**small["local"], "lr": {"grid": [0.05, 0.1]}}})
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "raydpfl",
-        "sweep",
-        str(config),
-        "--out",
-        str(out),
-        "--address",
-        "auto",
-    ]
-    done = processes.run(command, timeout=240, env=cluster[1])
+    small["local"]["lr"] = {"grid": [0.05, 0.1]}
+    config.write_text(yaml.safe_dump(small))
+    words = ["sweep", str(config), "--out", str(out), "--address", "auto"]
+    done = processes.run([sys.executable, "-m", "raydpfl", *words], timeout=240, env=cluster[1])
     assert done.returncode == 0, done.stderr[-3000:]
     rows = pq.read_table(out / "results.parquet").to_pylist()
     assert [row["local.lr"] for row in rows] == [0.05, 0.1]
@@ -158,9 +128,8 @@ def test_a_study_over_three_nodes_that_was_killed_and_resumed_has_the_tables_of_
     (whole,) = reproduce(Study.named(config), out=tmp_path / "whole")
     out = tmp_path / "out"
     there = ("--address", "auto")
-    process = subprocess.Popen(
-        command(config, out, *there), env=cluster[1], stderr=subprocess.DEVNULL
-    )
+    quiet = {"env": cluster[1], "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command(config, out, *there), **quiet)
     done = cut_short(process, out, 4)
     resume = command(config, out, "--resume", *there)
     last = processes.run(resume, timeout=600, env=cluster[1])
@@ -174,13 +143,10 @@ def test_a_run_over_three_nodes_that_loses_one_of_them_gives_the_bits_of_an_inli
 ):
     host, environment = cluster
     config = tmp_path / "config.yaml"
-    config.write_text(
-        yaml.safe_dump(
-            experiment(**HEAVY, client={"actors": 3, "num_cpus": 1, "backend": "fused"}).to_dict()
-        )
-    )
-    process = start(config, tmp_path / "nodes", environment, "--address", "auto")
-    wait_for_rounds(4, tmp_path / "nodes", process)
+    client = {"actors": 3, "num_cpus": 1, "backend": "fused"}
+    config.write_text(experiment(**HEAVY, client=client).to_yaml())
+    process = start(config, tmp_path / "nodes", environment)
+    wait_for_rounds(5, tmp_path / "nodes", process)
     kill(host, 1)
     said = process.communicate(timeout=240)[0]
     assert process.returncode == 0, said
@@ -199,33 +165,27 @@ def test_the_loss_of_the_head_node_ends_in_a_clear_error_and_resume_elsewhere_gi
     host, environment = cluster
     config = tmp_path / "config.yaml"
     out = tmp_path / "out"
-    config.write_text(
-        yaml.safe_dump(
-            experiment(**HEAVY, client={"actors": 1, "num_cpus": 1, "backend": "fused"}).to_dict()
-        )
-    )
-    process = start(config, out, environment, "--address", "auto")
-    wait_for_rounds(4, out, process)
+    client = {"actors": 1, "num_cpus": 1, "backend": "fused"}
+    config.write_text(experiment(**HEAVY, client=client).to_yaml())
+    process = start(config, out, environment)
+    wait_for_rounds(5, out, process)
     kill(host, 0)
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 1, said
     last = said.strip().splitlines()[-1]
     assert last.startswith("raydpfl: the coordinator died") and "--resume" in last
-    assert (
-        list((out / "checkpoints").iterdir())
-        and len((out / "ledger.jsonl").read_text().splitlines()) < HEAVY["rounds"]
-    )
+    assert [*(out / "checkpoints").iterdir()]
+    assert len((out / "ledger.jsonl").read_text().splitlines()) < HEAVY["rounds"]
 
     resumed = run(experiment(**HEAVY, client={"actors": 0, "backend": "fused"}), out, resume=True)
-    assert (
-        resumed.summary["rounds"] == HEAVY["rounds"]
-        and resumed.summary["model_sha256"] == whole.summary["model_sha256"]
-    )
+    assert resumed.summary["rounds"] == HEAVY["rounds"]
+    assert resumed.summary["model_sha256"] == whole.summary["model_sha256"]
 
 
 # The files of cluster/, without a cluster.
 
 FOLDER = Path(__file__).parents[2] / "cluster"
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 TEXT = {"type": "string"}
 COUNT = {"type": "integer", "minimum": 0}
 QUANTITY = {"type": ["integer", "string"]}
@@ -331,18 +291,15 @@ def test_all_pods_mount_the_shared_volume_and_keep_the_cache_on_it(name):
     cluster = spec.get("rayClusterSpec", spec)
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
-        assert [volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"]] == [
-            manifest("kuberay-volume")["metadata"]["name"]
-        ]
+        (volume,) = pod["volumes"]
+        claim = volume["persistentVolumeClaim"]["claimName"]
+        assert claim == manifest("kuberay-volume")["metadata"]["name"]
         for container in pod["containers"]:
-            assert [mount["name"] for mount in container["volumeMounts"]] == [
-                volume["name"] for volume in pod["volumes"]
-            ]
+            (mount,) = container["volumeMounts"]
+            assert mount["name"] == volume["name"]
             values = {each["name"]: each["value"] for each in container["env"]}
-            assert all(
-                values[name].startswith(f"{container['volumeMounts'][0]['mountPath']}/")
-                for name in ("RAYDPFL_CACHE", "RAYDPFL_DATA")
-            )
+            for name in ("RAYDPFL_CACHE", "RAYDPFL_DATA"):
+                assert values[name].startswith(f"{mount['mountPath']}/")
     assert cluster == manifest("kuberay-cluster")["spec"]
 
 
@@ -370,22 +327,17 @@ def test_a_launcher_file_passes_the_cluster_launchers_own_check(name):
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**config, "setup_command": []}, schema)
     everything = yaml.safe_dump(config)
-    assert (
-        "RAY_AUTH_MODE=token" in everything
-        and "auth_token" in everything
-        and "RAYDPFL_CACHE=/shared/" in everything
-    )
+    for text in ("RAY_AUTH_MODE=token", "auth_token", "RAYDPFL_CACHE=/shared/"):
+        assert text in everything
 
 
 def test_the_slurm_script_is_sound():
     script = FOLDER / "slurm.sh"
     assert subprocess.run(["bash", "-n", script]).returncode == 0
-    shellcheck = shutil.which(
-        "shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    )
+    shellcheck = shutil.which("shellcheck", path=PATH)
     if not shellcheck:
         pytest.skip("shellcheck is not installed")
-    assert subprocess.run([shellcheck, script], capture_output=True, text=True).stdout == ""
+    assert processes.run([shellcheck, script]).stdout == ""
 
 
 def slurm(tmp_path: Path) -> list[str]:
@@ -396,20 +348,10 @@ def slurm(tmp_path: Path) -> list[str]:
         '#!/bin/sh\nprintf "%s\\n" "$RAY_AUTH_MODE" "$(cat "$RAY_AUTH_TOKEN_PATH" | wc -c)" "$@"\n'
     )
     (tmp_path / "srun").chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {
-        **os.environ,
-        "PATH": path,
-        "SLURM_JOB_NUM_NODES": "3",
-        "SLURM_CPUS_ON_NODE": "16",
-    }
-    called = subprocess.run(
-        ["bash", FOLDER / "slurm.sh", "my config.yaml", "out"],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    job = {"SLURM_JOB_NUM_NODES": "3", "SLURM_CPUS_ON_NODE": "16"}
+    environment = {**os.environ, **job, "PATH": f"{tmp_path}{os.pathsep}{PATH}"}
+    command = ["bash", FOLDER / "slurm.sh", "my config.yaml", "out"]
+    called = processes.run(command, env=environment, cwd=tmp_path)
     assert called.returncode == 0, called.stderr
     return called.stdout.splitlines()
 
@@ -427,30 +369,17 @@ def test_the_slurm_script_runs_the_config_over_all_nodes_and_goes_on_with_a_run_
     assert (tmp_path / ".cache" / "ray_token").stat().st_mode & 0o077 == 0
     assert words[words.index("--min-nodes") + 1] == "3"
     assert words[words.index("--num-cpus") + 1] == "16"
-    assert words[words.index("--") + 1 :] == [
-        "raydpfl",
-        "run",
-        "my config.yaml",
-        "--out",
-        "out",
-        "--address",
-        "auto",
-        *["--resume"] * resume,
-    ]
+    more = ["--out", "out", "--address", "auto", *["--resume"] * resume]
+    assert words[words.index("--") + 1 :] == ["raydpfl", "run", "my config.yaml", *more]
 
 
 def test_the_image_has_all_that_installing_takes_and_a_python_that_may_have_it():
-    lines = [
-        line.split()
-        for line in (FOLDER / "Dockerfile").read_text().splitlines()
-        if line and not line.startswith("#")
-    ]
+    text = (FOLDER / "Dockerfile").read_text()
+    lines = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
     assert {line[0] for line in lines} == {"ARG", "FROM", "WORKDIR", "COPY", "RUN"}
     copied = {word for line in lines if line[0] == "COPY" for word in line[2:-1]}
-    assert (
-        all((FOLDER.parent / name).exists() for name in copied)
-        and {"pyproject.toml", "README.md", "LICENSE", "raydpfl"} <= copied
-    )
+    assert all((FOLDER.parent / name).exists() for name in copied)
+    assert {"pyproject.toml", "README.md", "LICENSE", "raydpfl"} <= copied
     version, python = re.fullmatch(r"RAY=([\d.]+)-py(\d+)", lines[0][1]).groups()
     project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">=3.11.4" and int(python) >= 311
@@ -462,11 +391,7 @@ def test_the_image_has_all_that_installing_takes_and_a_python_that_may_have_it()
 
 def test_the_readme_names_every_file_and_its_commands_name_files_that_exist():
     text = (FOLDER / "README.md").read_text()
-    assert [
-        each.name for each in FOLDER.iterdir() if each.name != "README.md" and each.name not in text
-    ] == []
-    assert [
-        path
-        for path in re.findall(r"(?:cluster|experiments)/[\w./-]+\w", text)
-        if not (FOLDER.parent / path).exists()
-    ] == []
+    names = {each.name for each in FOLDER.iterdir()} - {"README.md"}
+    assert not [name for name in names if name not in text]
+    paths = re.findall(r"(?:cluster|experiments)/[\w./-]+\w", text)
+    assert not [path for path in paths if not (FOLDER.parent / path).exists()]

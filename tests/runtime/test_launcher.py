@@ -1,10 +1,10 @@
 """Where a run goes: `client.actors: auto` is decided once, before the first round."""
 
 import importlib.util
-import subprocess
 import sys
 from dataclasses import replace
 
+import processes
 import pytest
 from conftest import experiment
 
@@ -51,9 +51,8 @@ def test_auto_takes_this_process_for_one_core_one_chunk_and_without_ray(chosen, 
     assert chosen(1, 9.0) == (0, launcher.NO_GAIN)
     assert chosen(2, 9.0, client={**AUTO, "chunk": 20}) == (0, launcher.NO_GAIN)
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: None if name == "ray" else find(name)
-    )
+    without = lambda name: None if name == "ray" else find(name)  # noqa: E731
+    monkeypatch.setattr("importlib.util.find_spec", without)
     assert chosen(2, 9.0) == (0, launcher.NO_RAY)
 
 
@@ -144,7 +143,5 @@ print("ended")
 
 @pytest.mark.slow
 def test_processes_start_in_a_thread_while_another_one_multiplies():
-    found = subprocess.run(
-        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120
-    )
+    found = processes.run([sys.executable, "-c", FORKS])
     assert found.stdout == "ended\n", found.stderr

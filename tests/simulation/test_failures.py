@@ -8,10 +8,8 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +19,8 @@ import psutil
 import pytest
 import yaml
 from conftest import experiment
-from test_same_bits import RUN
+from processes import none_left, wait_for_rounds
+from test_same_bits import RUN, start
 
 from raydpfl import run
 from raydpfl.core import signals
@@ -36,16 +35,6 @@ from raydpfl.simulation.resolution import resolve
 pytestmark = pytest.mark.slow
 
 
-def actors_here() -> list[psutil.Process]:
-    """The client actors of this process's Ray."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            if " ".join(process.cmdline()).startswith("ray::ClientActor"):
-                found.append(process)
-    return found
-
-
 # Actors that stop or hang.
 
 
@@ -54,7 +43,7 @@ def test_a_stopped_actor_is_replaced_and_the_bits_stay(tmp_path, shared_ray):
 
     def stop(rows) -> None:
         if not stopped:
-            stopped.append(actors_here()[-1])
+            stopped.append(processes.client_actors()[-1])
             stopped[0].send_signal(signal.SIGSTOP)
 
     inline = run(experiment(), tmp_path / "inline").summary["model_sha256"]
@@ -135,10 +124,8 @@ def test_patience_follows_from_the_calls_before():
     assert auto.seconds(100) == auto.FIRST and not auto.certain
     auto.took(2.0, cost=100)
     assert auto.certain and auto.seconds(100) == auto.FLOOR + auto.TIMES * 2.0
-    assert (
-        auto.seconds(1) == auto.seconds(100)
-        and auto.seconds(1000) == auto.FLOOR + auto.TIMES * 20.0
-    )
+    assert auto.seconds(1) == auto.seconds(100)
+    assert auto.seconds(1000) == auto.FLOOR + auto.TIMES * 20.0
     assert auto.seconds(100, attempts=1) == 2 * auto.seconds(100)
     fixed = Patience(3.0)
     fixed.took(50.0, cost=1)
@@ -234,27 +221,10 @@ def test_a_node_without_the_directories_of_a_sweep_refuses_its_trial_by_name(
 def running(tmp_path):
     """A run on a Ray of its own, in its rounds, and all processes that it has started."""
     config = tmp_path / "long.yaml"
-    long = experiment(rounds=100_000, client={"actors": 1, "num_cpus": 1}, noise={"kind": "none"})
+    long = experiment(rounds=100_000, client={"actors": 1, "num_cpus": 1})
     config.write_text(yaml.safe_dump(long.to_dict()))
-    command = [
-        sys.executable,
-        "-c",
-        RUN,
-        "run",
-        str(config),
-        "--out",
-        str(tmp_path / "out"),
-        "--quiet",
-    ]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, start_new_session=True, **pipes)
-    deadline = time.monotonic() + 120
-    while (
-        not list((tmp_path / "out").glob("checkpoints/round-*[1-9]*.npz"))
-        and time.monotonic() < deadline
-    ):
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.1)
+    process = start(config, tmp_path / "out")
+    wait_for_rounds(2, tmp_path / "out", process)
     children = psutil.Process(process.pid).children(recursive=True)
     yield process, children
     for each in children:
@@ -263,17 +233,12 @@ def running(tmp_path):
     process.kill()
 
 
-def none_left(children: list[psutil.Process]) -> bool:
-    return not psutil.wait_procs(children, timeout=20)[1]
-
-
 def test_the_death_of_the_control_store_ends_a_run_in_one_line_and_leaves_no_process(running):
     process, children = running
     next(each for each in children if each.name() == "gcs_server").kill()
     said = process.communicate(timeout=60)[0]
-    assert process.returncode == 1 and said.strip().splitlines()[-1].startswith(
-        "raydpfl: Ray's control store"
-    ), said
+    assert process.returncode == 1, said
+    assert said.strip().splitlines()[-1].startswith("raydpfl: Ray's control store"), said
     assert "Traceback" not in said and none_left(children)
 
 
@@ -324,15 +289,11 @@ def init(*args, **options):
     {then}
 ray.init = init
 """
-THEN = [
-    "pass",
-    "raise RuntimeError('Ray is confused')",
-    "signal.signal(signal.SIGTERM, signal.SIG_DFL)",
-]
+THEN = ["raise RuntimeError('Ray is confused')", "signal.signal(signal.SIGTERM, signal.SIG_DFL)"]
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("then", THEN)
+@pytest.mark.parametrize("then", ["pass", *THEN])
 def test_a_signal_that_is_lost_while_ray_starts_ends_the_run_all_the_same(name, then, tmp_path):
     config = tmp_path / "small.yaml"
     config.write_text(yaml.safe_dump(experiment(client={"actors": 2}).to_dict()))
@@ -366,25 +327,15 @@ def test_an_interrupt_while_heterogeneity_is_measured_keeps_the_finished_run(tmp
     with pytest.raises(KeyboardInterrupt):
         run(measured, tmp_path / "out")
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert (
-        summary["status"] == "completed"
-        and summary["heterogeneity"] is None
-        and "--resume" in summary["reason"]
-    )
+    assert summary["status"] == "completed" and summary["heterogeneity"] is None
+    assert "--resume" in summary["reason"]
     assert summary["model_sha256"] == whole.summary["model_sha256"]
 
     monkeypatch.setattr(heterogeneity, "measured", sound)
     steps = []
-    resumed = run(
-        measured,
-        tmp_path / "out",
-        resume=True,
-        on_measure=lambda done, of: steps.append((done, of)),
-    )
-    assert (
-        resumed.summary["heterogeneity"] == whole.summary["heterogeneity"]
-        and resumed.summary["reason"] is None
-    )
+    progress = lambda done, of: steps.append((done, of))  # noqa: E731
+    resumed = run(measured, tmp_path / "out", resume=True, on_measure=progress).summary
+    assert resumed["heterogeneity"] == whole.summary["heterogeneity"] and not resumed["reason"]
     assert steps[0] == (0, 41) and steps[-1] == (41, 41)
 
 
@@ -406,17 +357,10 @@ def test_many_rounds_and_many_runs_leave_nothing_in_their_process(tmp_path):
             gc.collect()
             memory.append(process.memory_info().rss / 1e6)
             gc.disable()
-            run(
-                experiment(rounds=20, measure=["clients"], track=["tensorboard"]),
-                tmp_path / str(k),
-            )
-            counts.append(
-                (
-                    len(os.listdir("/proc/self/fd")),
-                    threading.active_count(),
-                    len(process.children()),
-                )
-            )
+            small = experiment(rounds=20, measure=["clients"], track=["tensorboard"])
+            run(small, tmp_path / str(k))
+            files = len(os.listdir("/proc/self/fd"))
+            counts.append((files, threading.active_count(), len(process.children())))
             gc.enable()
     finally:
         gc.enable()

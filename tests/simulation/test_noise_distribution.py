@@ -26,20 +26,15 @@ from raydpfl.training.trainer import Trainer
 
 FALSE_ALARM = 1e-6
 TINY = {  # 610 parameters, and clients that hardly move: what they send is their noise
-    "data": {
-        "kind": "synthetic",
-        "clients": 30,
-        "samples": 20,
-        "test_samples": 10,
-        "sizes": {"kind": "power-law"},
-    },
+    "data": {"kind": "synthetic", "clients": 30, "samples": 20, "test_samples": 10,
+             "sizes": {"kind": "power-law"}},
     "weights": {"kind": "data"},
     "selection": {"kind": "uniform", "cohort": 8},
     "noise": {"kind": "gaussian", "placement": "client", "multiplier": 3.0, "delta": 1e-5},
     "bounding": {"kind": "clip", "bound": 0.5},
     "local": {"kind": "sgd", "steps": 1, "batch": 1, "lr": 1e-30},
     "client": {"actors": 0, "chunk": 4, "backend": "fused"},
-}
+}  # fmt: skip
 
 
 def check_distribution(rows: np.ndarray) -> None:
@@ -123,9 +118,8 @@ def test_banded_noise_is_white_noise_through_the_inverse_of_its_bands(tmp_path):
     each of 66 entries: 10^-7.
     """
     noise = {"kind": "banded_gaussian", "multiplier": 3.0, "bands": 4}
-    coordinator = started(
-        tmp_path, rounds=200, noise=noise, selection={"kind": "cyclic", "period": 5}
-    )
+    cyclic = {"kind": "cyclic", "period": 5}
+    coordinator = started(tmp_path, rounds=200, noise=noise, selection=cyclic)
     plan = coordinator.plan
     std = 3.0 * 0.5 * plan.weight
     c = plan.experiment.noise.coefficients
@@ -137,10 +131,8 @@ def test_banded_noise_is_white_noise_through_the_inverse_of_its_bands(tmp_path):
     wanted = inverse @ inverse.T
     found = y[:11] @ y[:11].T / plan.d
     errors = np.sqrt((wanted**2 + np.outer(np.diag(wanted), np.diag(wanted))) / plan.d)
-    assert (
-        np.abs((found - wanted) / errors).max() < 6
-        and np.abs(wanted[np.triu_indices(11, 1)]).max() > 0.1
-    )
+    assert np.abs((found - wanted) / errors).max() < 6
+    assert np.abs(wanted[np.triu_indices(11, 1)]).max() > 0.1
 
 
 @pytest.mark.slow

@@ -389,17 +389,6 @@ def test_what_ditto_keeps_is_named_and_costs_nothing():
     assert said.startswith("each client's own model (personal): it is not released")
 
 
-def test_histograms_of_other_personal_models_have_other_noise():
-    scored = {**SCORED, "per_client": "accuracy", "histogram": {"std": 2.0}}
-    noised = {"bounding": {"kind": "clip", "bound": 1.0}, "noise": {"kind": "gaussian", "std": 1.0}}
-    plans = [
-        resolve(experiment(**{**PLAIN, **noised, "evaluate": {**scored, **tuned}}))
-        for tuned in ({}, {"fine_tune": TUNE}, {"fine_tune": {**TUNE, "lr": 0.3}})
-    ]
-    assert len({plan.noise_seed for plan in plans}) == 1
-    assert len({plan.survey_seed for plan in plans}) == 3
-
-
 OWN_HEAD = {"model": {"kind": "mlp", "hidden": [8], "local": ["3.*"]}, "evaluate": SCORED}
 
 

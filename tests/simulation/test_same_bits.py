@@ -10,19 +10,20 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 from conftest import experiment
+from processes import client_actors, none_left, wait_for_rounds
 
 from raydpfl import Experiment, run
 from raydpfl.check.runs import Watched, carried_out
@@ -33,7 +34,7 @@ from raydpfl.methods.selection import Cohort
 from raydpfl.runtime.runner import RunResult
 from raydpfl.simulation.client import actor
 from raydpfl.simulation.client.actor import ClientActor
-from raydpfl.simulation.client.contribution import Explicit
+from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.resolution import resolve
 from raydpfl.simulation.scheduler import chunks
@@ -162,9 +163,8 @@ def test_however_chunks_are_assigned_the_bits_are_those_of_the_inline_run(method
 def test_chunks_of_several_widths_are_assigned_with_the_bits_of_the_inline_run(
     backend, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(
-        BACKENDS[backend], "calls", 0
-    )  # so that a chunk is of clients that cost the same
+    # so that a chunk is of clients that cost the same
+    monkeypatch.setattr(BACKENDS[backend], "calls", 0)
     cut = []
     joined = ClientActor.joined
 
@@ -281,16 +281,13 @@ def _kill_client_actors(ledger, rounds: int, stop: threading.Event, killed: list
 
     In the last one, an actor that has just given its share is missed by nobody.
     """
-    import psutil
-
     while not stop.wait(0.1):
         if ledger.exists() and len(ledger.read_text().splitlines()) >= rounds - 1:
             return
-        for process in psutil.Process().children(recursive=True):
+        for process in client_actors(at_work=True):
             with suppress(psutil.NoSuchProcess):
-                training = " ".join(process.cmdline()).startswith("ray::ClientActor.train")
                 running = process.status() == psutil.STATUS_RUNNING
-                if process.pid not in killed and training and running:
+                if process.pid not in killed and running:
                     process.kill()
                     killed.append(process.pid)
                     break
@@ -330,33 +327,17 @@ RUN = "import sys; from raydpfl.cli.app import main; sys.argv = ['raydpfl', *sys
 
 def start(config, out, *more) -> subprocess.Popen:
     command = [sys.executable, "-c", RUN, "run", str(config), "--out", str(out), "--quiet", *more]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, start_new_session=True, **pipes)
 
 
 def kill_tree(process: subprocess.Popen) -> None:
     """SIGKILL to the run and to all it started, at once."""
-    import psutil
-
     parent = psutil.Process(process.pid)
     for each in [parent, *parent.children(recursive=True)]:
-        try:
+        with suppress(psutil.NoSuchProcess):
             each.kill()
-        except psutil.NoSuchProcess:
-            continue
     process.wait()
-
-
-def wait_until_resumable(process: subprocess.Popen, out: Path) -> None:
-    """Until the run has a checkpoint, and 20 rounds."""
-    deadline = time.monotonic() + 120
-    ledger = out / "ledger.jsonl"
-    while time.monotonic() < deadline and process.poll() is None:
-        saved = list((out / "checkpoints").glob("round-*.npz"))
-        if saved and ledger.exists() and len(ledger.read_text().splitlines()) > 20:
-            break
-        time.sleep(0.02)
-    assert process.poll() is None, process.stdout.read().decode()
 
 
 def long(actors: int) -> Experiment:
@@ -384,13 +365,13 @@ def test_a_killed_run_resumes_to_the_bits_and_the_epsilon_of_an_uninterrupted_on
 
     out = tmp_path / "killed"
     process = start(config, out)
-    wait_until_resumable(process, out)
+    wait_for_rounds(20, out, process)
     kill_tree(process)
     recorded = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
     assert len(recorded) < 300
 
     process = start(config, out, "--resume", "client.actors=0")
-    said = process.communicate(timeout=180)[0].decode()
+    said = process.communicate(timeout=180)[0]
     assert process.returncode == 0, said
     summary = json.loads((out / "summary.json").read_text())
     assert summary["model_sha256"] == whole.summary["model_sha256"]
@@ -405,29 +386,16 @@ def test_a_killed_run_resumes_to_the_bits_and_the_epsilon_of_an_uninterrupted_on
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_and_no_process(tmp_path):
-    import psutil
-
     config = tmp_path / "long.yaml"
-    config.write_text(
-        yaml.safe_dump(experiment(rounds=100_000, client={"actors": 2, "num_cpus": 1}).to_dict())
-    )
+    config.write_text(experiment(rounds=100_000, client={"actors": 2, "num_cpus": 1}).to_yaml())
     process = start(config, tmp_path / "out")
-    deadline = time.monotonic() + 120
-    ledger = tmp_path / "out" / "ledger.jsonl"
-    while time.monotonic() < deadline and not (
-        ledger.exists() and len(ledger.read_text().splitlines()) > 5
-    ):
-        assert process.poll() is None, process.stdout.read().decode()
-        time.sleep(0.05)
+    wait_for_rounds(5, tmp_path / "out", process)
     children = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
-    said = process.communicate(timeout=60)[0].decode()
+    said = process.communicate(timeout=60)[0]
     assert process.returncode == 130, said
     assert "--resume" in said and "Traceback" not in said
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert not [
-        each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE
-    ]
+    assert none_left(children)
     assert list((tmp_path / "out" / "checkpoints").glob("round-*.npz"))
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "interrupted"
 
@@ -440,7 +408,7 @@ def test_updates_that_are_only_scaled_are_added_up_as_the_vectors_that_clients_s
     noise = {"kind": "gaussian", "multiplier": multiplier} if multiplier else {"kind": "none"}
     plan = resolve(experiment(noise=noise, weights={"kind": "data"}, rounds=2))
     scaled = carried_out(plan, tmp_path / "scaled")
-    monkeypatch.setattr(actor, "choose", lambda state, training: Explicit)
+    monkeypatch.setattr(actor, "choose", lambda state, training: Contribution)
     assert_same_bits(carried_out(plan, tmp_path / "vectors"), scaled)
 
 

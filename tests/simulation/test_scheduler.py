@@ -19,10 +19,11 @@ from raydpfl.simulation import scheduler
 from raydpfl.simulation.scheduler import Costs, assign_chunks, assign_singly, chunks, rows
 
 
-def cut(sizes, width) -> list[Chunk]:
+def cut(sizes, width, costs=None) -> list[Chunk]:
     sizes = np.asarray(sizes)
     clients = np.arange(len(sizes)) * 3
-    return chunks(Cohort.of(clients), np.ones(len(sizes)), sizes, width, stds=sizes / 10)
+    costs = None if costs is None else np.array(costs)
+    return chunks(Cohort.of(clients), np.ones(len(sizes)), sizes, width, sizes / 10, costs)
 
 
 def test_chunks_hold_every_client_once_are_cut_by_size_and_are_padded_to_one_width():
@@ -33,9 +34,24 @@ def test_chunks_hold_every_client_once_are_cut_by_size_and_are_padded_to_one_wid
     assert [chunk.stds.tolist() for chunk in made] == [[0.4, 0.2], [0.7, 0.5], [0.9, 0.0]]
 
 
-def test_clients_of_one_size_are_cut_as_they_stand_in_the_cohort():
-    made = cut([6] * 7, 3)
-    assert [chunk.clients.tolist() for chunk in made] == [[0, 3, 6], [9, 12, 15], [18, -1, -1]]
+SIZES = [2, 9, 4, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "width", "costs", "clients"),
+    [
+        # of one size: as they stand in the cohort
+        ([6] * 7, 3, None, [[0, 3, 6], [9, 12, 15], [18, -1, -1]]),
+        # of one cost: by size
+        (SIZES, 2, [[3.0] * 5, [5.0] * 5, [2.0] * 5], [[0, 6], [9, 12], [3, -1]]),
+        # a chunk takes as long as its largest client, as on a GPU: most steps first in each
+        (SIZES, 2, [SIZES, SIZES, [0] * 5], [[6, 0], [12, 9], [3, -1]]),
+    ],
+)
+def test_chunks_of_clients_that_differ_in_nothing_that_costs_have_one_width(
+    sizes, width, costs, clients
+):
+    assert [chunk.clients.tolist() for chunk in cut(sizes, width, costs)] == clients
 
 
 def test_chunks_of_unequal_clients_hardly_pad():
@@ -79,20 +95,6 @@ def test_chunks_of_clients_that_cost_unequally_cost_least_of_all_cuts(seed):
         assert chunk.clients.tolist() == most_first and chunk.rows == sizes[own[-1]]
 
 
-def test_clients_that_cost_the_same_are_cut_into_chunks_of_one_width():
-    costs = np.array([[3.0] * 5, [5.0] * 5, [2.0] * 5])
-    sizes = np.array([4, 9, 2, 7, 5])
-    made = chunks(Cohort.of(np.arange(5) * 3), np.ones(5), sizes, 2, costs=costs)
-    assert [chunk.clients.tolist() for chunk in made] == [[0, 6], [9, 12], [3, -1]]
-
-
-def test_where_a_chunk_takes_as_long_as_its_largest_client_chunks_have_one_width_most_steps_first():
-    sizes = np.array([2, 9, 4, 5, 7])
-    costs = np.array([sizes, sizes, np.zeros(5)])  # as on a GPU
-    made = chunks(Cohort.of(np.arange(5) * 3), np.ones(5), sizes, 2, costs=costs)
-    assert [chunk.clients.tolist() for chunk in made] == [[6, 0], [12, 9], [3, -1]]
-
-
 @pytest.mark.parametrize("actors", [1, 2, 3, 7, 50])
 def test_chunks_are_assigned_once_to_no_more_actors_than_there_are(actors):
     made = cut(np.random.default_rng(0).integers(1, 100, 90), 4)
@@ -125,7 +127,6 @@ def test_chunks_are_cut_between_clients_where_their_bits_are_the_same_in_any(act
     one = max(chunk.rows for chunk in made)
     assert max(loads) <= sum(loads) / actors + one
     assert actors == 95 or min(loads) >= sum(loads) / actors - one
-    assert scheduler.assign_clients([], 2, np.zeros(0)) == []
 
 
 def test_a_part_of_a_chunk_has_the_states_of_its_clients():
@@ -149,16 +150,14 @@ def test_what_a_row_costs_is_learned_from_the_rounds():
 
 
 def test_an_empty_cohort_has_no_assignments():
-    assert assign_chunks([], 2, np.zeros(0)) == [] and assign_singly([]) == []
+    assert assign_chunks([], 2, np.zeros(0)) == assign_singly([]) == []
+    assert scheduler.assign_clients([], 2, np.zeros(0)) == []
 
 
 def test_singles_are_one_client_each_in_the_slot_it_has_in_its_chunk():
     made = cut([4, 9, 2], 2)
-    assert [(share[0].clients.tolist(), share[0].slot) for share in assign_singly(made)] == [
-        ([0, 6], 0),
-        ([0, 6], 1),
-        ([3, -1], 0),
-    ]
+    singles = [(share[0].clients.tolist(), share[0].slot) for share in assign_singly(made)]
+    assert singles == [([0, 6], 0), ([0, 6], 1), ([3, -1], 0)]
 
 
 def test_a_single_client_gets_its_own_state_alone():
@@ -201,13 +200,15 @@ def test_what_ray_says_is_free_is_what_other_runs_have_left(shared_ray):
     assert session.free()["CPU"] == whole
     other = shared_ray.remote(Held).options(num_cpus=whole - 1).remote()
     shared_ray.get(other.look.remote())
-    deadline = time.monotonic() + 20
-    while session.free()["CPU"] != 1.0:  # Ray tells of it a little later
-        assert time.monotonic() < deadline
+
+    def wait_for(cores: float) -> None:  # Ray tells of it a little later
+        deadline = time.monotonic() + 20
+        while session.free()["CPU"] != cores:
+            assert time.monotonic() < deadline
+
+    wait_for(1.0)
     shared_ray.kill(other)
-    deadline = time.monotonic() + 20
-    while session.free()["CPU"] != whole:
-        assert time.monotonic() < deadline
+    wait_for(whole)
 
 
 @pytest.mark.slow
@@ -234,7 +235,6 @@ def test_a_cluster_that_others_share_is_never_asked_for_more_than_it_holds():
 
 def test_this_machine_is_asked_for_what_its_memory_holds():
     assert wanted(Client(actors=4), 100, 50, [{"CPU": 2}], elastic=True) == 4
-    with pytest.raises(
-        ConfigError, match=r"client.actors = 'per-client': expected at most \d+ actors fit here"
-    ):
+    said = r"client.actors = 'per-client': expected at most \d+ actors fit here"
+    with pytest.raises(ConfigError, match=said):
         wanted(Client(actors="per-client"), 10_000_000, 50, [{"CPU": 2}], elastic=True)

@@ -42,6 +42,7 @@ ADD = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE = dp.NeighboringRelation.REPLACE_ONE
 ASKED = {"every": 2, "per_client": "accuracy", "histogram": {"std": 5.0}}
 DITTO = {"kind": "sgd", "steps": 2, "batch": 2, "lr": 0.1, "proximal": 0.5}
+TUNE = {"kind": "sgd", "steps": 4, "batch": "full"}
 APART = {"test": False, "validation": 0.2}
 SERVER = {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-5, "placement": "server"}
 
@@ -246,6 +247,8 @@ def test_surveys_before_a_run_was_restarted_count_too(tmp_path):
 def test_histograms_that_differ_in_anything_have_noise_of_their_own():
     asked = [ASKED, {**ASKED, "histogram": {"std": 6.0}}, {**ASKED, "per_client": "loss"}]
     asked += [{**ASKED, "histogram": {"std": 5.0, "bins": 11}}, {**ASKED, "every": 4}]
+    held = {**ASKED, "validation": 0.2}
+    asked += [held, *({**held, "fine_tune": {**TUNE, "lr": lr}} for lr in (0.2, 0.3))]
     noise = {**SERVER, "common": True}  # under which the noise on updates is the same
     plans = [planned(evaluate=each, noise=noise) for each in asked]
     assert len({plan.noise_seed for plan in plans}) == 1

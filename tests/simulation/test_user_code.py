@@ -31,17 +31,20 @@ class Half(Clip):
 
     def factor(self, norm, bound):
         import late  # when it is called
+        from plain.deep.there import THERE
 
-        return late.HALF * super().factor(norm, bound_of(bound))
+        return THERE * late.HALF * super().factor(norm, bound_of(bound))
 '''
 FILES = {
     "mine.py": MINE,
     "late.py": "HALF = 0.5\n",
+    "plain/deep/there.py": "THERE = 1.0\n",
     "pkg/__init__.py": "ONE = 1.0\n",
     "pkg/helper.py": "from . import ONE\n\n\ndef bound_of(bound):\n    return bound * ONE\n",
     "unused.py": "",
 }
-KEPT = {"mine.py", "late.py", "pkg/__init__.py", "pkg/helper.py"}
+LATE = {"late.py", "plain/deep/there.py"}
+KEPT = {"mine.py", "pkg/__init__.py", "pkg/helper.py"} | LATE
 CONFIG = {**SMALL, "bounding": {"kind": "mine:Half", "bound": 0.5}, "rounds": 6}
 STOPPED = """
 from raydpfl import Experiment, run
@@ -138,7 +141,7 @@ def forgotten(monkeypatch):
     yield lambda folder: monkeypatch.syspath_prepend(str(folder))
     sys.path[:] = path
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("mine", "late", "pkg", "evil"):
+        if name.partition(".")[0] in ("mine", "late", "plain", "pkg", "evil"):
             del sys.modules[name]
 
 
@@ -165,11 +168,10 @@ OTHER = {
     "an operator": ("mine.py", MINE.replace("late.HALF *", "late.HALF +")),
     "a name": (
         "mine.py",
-        MINE.replace("class Half(Clip)", "class Half(Other)").replace(
-            "import Clip", "import Clip as Other"
-        ),
+        MINE.replace("(Clip)", "(Other)").replace("import Clip", "import Clip as Other"),
     ),
     "a package": ("pkg/__init__.py", "ONE = 1.5\n"),
+    "a folder without an init file": ("plain/deep/there.py", "THERE = 1.5\n"),
     "a list for a tuple": ("late.py", "HALF = 0.5\nMORE = [1]\n"),
 }
 
@@ -179,6 +181,13 @@ def test_a_change_that_does_nothing_is_no_changed_code(change, tmp_path, forgott
     name, text = SAME[change]
     before = digest_of(tmp_path, forgotten)
     assert digest_of(tmp_path, forgotten, **{name: text}) == before
+
+
+def test_that_code_is_imported_when_it_is_called_is_no_change(tmp_path, forgotten):
+    before = digest_of(tmp_path, forgotten)
+    assert "late" not in sys.modules
+    Experiment.from_dict(CONFIG).bounding.factor(1.0, 1.0)
+    assert "late" in sys.modules and digest_of(tmp_path, forgotten) == before
 
 
 @pytest.mark.parametrize("change", OTHER)
@@ -204,7 +213,7 @@ def test_what_a_run_keeps_is_sent_with_a_job(tmp_path, forgotten, monkeypatch):
     with user_code.stored_code(tmp_path, first=True) as kept:
         experiment = Experiment.from_dict(CONFIG)
         _, files = packaging.packed(CONFIG, [experiment], here, kept=kept)
-    assert set(files) == KEPT - {"late.py"} and str(kept) not in sys.path
+    assert set(files) == KEPT - LATE and str(kept) not in sys.path
 
 
 def test_nothing_is_touched_where_kept_code_is_a_link(tmp_path, forgotten):

@@ -4,12 +4,12 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 
 from raydpfl import data
@@ -23,10 +23,9 @@ PREPARED = ["train.arrow", "clients.arrow", "test.arrow", "data.json", files.SEA
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+def alone(cache, monkeypatch):
+    """Each test has a cache of its own."""
     monkeypatch.delenv("RAYDPFL_DATA", raising=False)
-    return tmp_path / "cache"
 
 
 def table(root: Path, fill: float, name: str = "t.npz", **keys) -> data.Data:
@@ -203,9 +202,8 @@ def test_a_remembered_digest_that_was_damaged_is_taken_again(tmp_path, cache, mo
 
 
 def test_a_calibration_that_was_edited_is_computed_again(cache):
-    mechanism = Mechanism(
-        Sampling("full", 10, 10), (Query("update", bound=1.0, std=1.0),), rounds=3
-    )
+    query = Query("update", bound=1.0, std=1.0)
+    mechanism = Mechanism(Sampling("full", 10, 10), (query,), rounds=3)
     z = noise_for(2.0, mechanism, "zero_out", 1e-5)
     (kept,) = cache.glob("noise-*.json")
     kept.write_text(json.dumps(json.loads(kept.read_text()) | {"noise_multiplier": z / 2}))
@@ -220,12 +218,10 @@ def test_weights_in_the_place_of_imagenets_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.hub._hub_dir", str(tmp_path))
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "resnet18-f37072fd.pth").write_bytes(b"others")
-    with pytest.raises(
-        ConfigError, match=r"data.features.weights = 'imagenet': expected .* as it was published"
-    ):
-        ResNet18Features().columns(
-            np.zeros((2, 1, 8, 8), np.uint8), np.zeros((2, 1, 8, 8), np.uint8), None
-        )
+    images = np.zeros((2, 1, 8, 8), np.uint8)
+    said = r"data.features.weights = 'imagenet': expected .* as it was published"
+    with pytest.raises(ConfigError, match=said):
+        ResNet18Features().columns(images, images, None)
 
 
 def test_a_file_whose_name_no_file_has_is_refused(tmp_path):
@@ -304,9 +300,7 @@ def test_a_private_cache_goes_with_its_process(tmp_path):
     code = "from raydpfl.storage import files; print(files.cache_root())"
     tmp_path.chmod(0o777)
     environment = {**os.environ, "RAYDPFL_CACHE": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    done = processes.run([sys.executable, "-c", code], env=environment, check=True)
     assert not Path(done.stdout.strip()).exists() and "raydpfl-cache-" in done.stdout
 
 

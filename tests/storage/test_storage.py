@@ -185,13 +185,20 @@ def dying(monkeypatch, after: int) -> list[str]:
 CHANGES = 34  # of the run, with a snapshot after every round; the last deaths find it ended
 
 
-@pytest.mark.parametrize("after", range(0, CHANGES, 3))
-def test_death_at_any_change_of_a_store_loses_nothing(place, whole, after, monkeypatch, snapshots):
-    released = []
+@pytest.fixture
+def released(monkeypatch) -> list[int]:
+    """The rounds that are released."""
+    rounds = []
     release = Coordinator.release
-    monkeypatch.setattr(
-        Coordinator, "release", lambda self, t, total: released.append(t) or release(self, t, total)
-    )
+    noted = lambda self, t, total: rounds.append(t) or release(self, t, total)  # noqa: E731
+    monkeypatch.setattr(Coordinator, "release", noted)
+    return rounds
+
+
+@pytest.mark.parametrize("after", range(0, CHANGES, 3))
+def test_death_at_any_change_of_a_store_loses_nothing(
+    place, whole, after, released, monkeypatch, snapshots
+):
     with monkeypatch.context() as patch:
         dying(patch, after)
         with pytest.raises(Death):
@@ -204,8 +211,7 @@ def test_death_at_any_change_of_a_store_loses_nothing(place, whole, after, monke
     check_whole(place, whole)
 
 
-def test_nothing_is_released_that_the_store_has_not_taken(place, monkeypatch):
-    released = []
+def test_nothing_is_released_that_the_store_has_not_taken(place, released, monkeypatch):
     put = Store._write
 
     def full(self, path, content):
@@ -215,10 +221,6 @@ def test_nothing_is_released_that_the_store_has_not_taken(place, monkeypatch):
 
     monkeypatch.setattr(Store, "_write", full)
     monkeypatch.setattr("raydpfl.storage.store.PAUSES", (0.0,))
-    release = Coordinator.release
-    monkeypatch.setattr(
-        Coordinator, "release", lambda self, t, total: released.append(t) or release(self, t, total)
-    )
     with pytest.raises(FileError, match=r"local://.*/run/ledger.*no room.*go on with --resume"):
         run(described(), place)
     assert released == [0, 1]
@@ -238,9 +240,8 @@ def test_a_long_ledger_is_put_whole_now_and_then(place, monkeypatch):
     monkeypatch.setattr(synced_folder, "TAIL", 1000)
     names = []
     put = Store.put
-    monkeypatch.setattr(
-        Store, "put", lambda self, name, content: names.append(name) or put(self, name, content)
-    )
+    noted = lambda self, name, content: names.append(name) or put(self, name, content)  # noqa: E731
+    monkeypatch.setattr(Store, "put", noted)
     release = {"mechanism": "a", "bound": 1.0, "std": 1.0}
     with storage.at(place) as folder:
         mine = Ledger(folder / "ledger.jsonl")

@@ -16,7 +16,7 @@ import copy
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -33,7 +33,7 @@ from raydpfl.experiment import Experiment
 from raydpfl.simulation.client import personalization
 from raydpfl.simulation.client.actor_round import ActorRound, ChunkRound
 from raydpfl.simulation.client.chunk_training import ChunkTraining, ClientProgress
-from raydpfl.simulation.client.contribution import Contribution, Explicit, InKernel, Scaled, choose
+from raydpfl.simulation.client.contribution import Contribution, InKernel, Scaled, choose
 from raydpfl.simulation.client.data_cache import GpuRows, Rows
 from raydpfl.simulation.client.user_code_watch import UserCodeWatch
 from raydpfl.simulation.evaluation import Evaluator, Scored
@@ -93,8 +93,8 @@ class ClientActor:
         )
         parts = (self.rows, self.trainer, self.personal, self.progress)
         self.training = ChunkTraining(experiment, *parts)
-        self._contributions: dict[type[Contribution], Contribution]
-        self._contributions = {kind: kind(self.training) for kind in (InKernel, Scaled, Explicit)}
+        kinds = (InKernel, Scaled, Contribution)
+        self._contributions = {kind: kind(self.training) for kind in kinds}
         self._watch = UserCodeWatch(self.training) if self.trainer.user_defined else None
 
     def contribution(self, state: ChunkRound) -> Contribution:
@@ -214,7 +214,10 @@ class ClientActor:
             for client in clients:
                 self.progress.set(client)
                 x, y, _ = self.rows.chunk([client], int(self.shards.sizes[client]))
-                with self._keyed(t, client):
+                # what user-defined code draws from the process's generators is keyed
+                key = {"t": t, "client": client, "step": 3}
+                keyed = self.trainer.user_defined
+                with keyed_globals(self.experiment.seed, **key) if keyed else nullcontext():
                     parts.append(self.form.task.loss(self.module(x[0]), y[0]).double())
             every = torch.cat(parts).cpu().numpy() if parts else np.empty(0)
         by_client = np.split(every, np.cumsum([len(part) for part in parts])[:-1])
@@ -222,12 +225,6 @@ class ClientActor:
             selection.answer(losses, noise_seed, t, client)
             for client, losses in zip(clients, by_client, strict=False)
         ]
-
-    def _keyed(self, t: int, client: int) -> AbstractContextManager[None]:
-        """Keys what user-defined code draws from the process's generators."""
-        if not self.trainer.user_defined:
-            return nullcontext()
-        return keyed_globals(self.experiment.seed, t=t, client=client, step=3)
 
     @contained("an evaluation of the model")
     def evaluate(

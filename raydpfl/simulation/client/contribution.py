@@ -3,11 +3,11 @@
 There are three implementations of one algorithm, which give the same bits. `choose` says which one
 takes a chunk.
 
-| class      | how                                                             | takes a chunk if |
-| ---------- | --------------------------------------------------------------- | ---------------- |
-| `InKernel` | compiled code adds every update while it is in the cache         | 1 and 2          |
-| `Scaled`   | float32 updates are bounded, with noise, while they are added   | 1                |
-| `Explicit` | makes the float64 vectors that clients send; the reference      | always           |
+| class          | how                                                           | takes it if |
+| -------------- | ------------------------------------------------------------- | ----------- |
+| `InKernel`     | compiled code adds every update while it is in the cache      | 1 and 2     |
+| `Scaled`       | float32 updates are bounded, with noise, while they are added | 1           |
+| `Contribution` | makes the float64 vectors that clients send; the reference    | always      |
 
 1. The CPU trains, clients send their updates times a factor, not as integers, and no probe,
    bounding or local rule reads the vectors that they send.
@@ -41,16 +41,28 @@ PREFETCHED = 1 << 31  # bytes of noise that are drawn before they are needed
 
 
 class Contribution:
-    """Base of the implementations. It trains the clients of a chunk and adds up what they send."""
+    """Trains the clients of a chunk and adds up what they send."""
 
     def __init__(self, training: ChunkTraining):
         self.training = training
         self.experiment = training.experiment
         self.bounding = self.experiment.bounding
         self.device = training.device
+        self._user_defined = in_run(self.experiment)
 
     def add_chunk(self, state: ChunkRound) -> None:
-        """Trains the clients of a chunk and adds what they send to the actor's total."""
+        """Trains the clients of a chunk and adds what they send to the actor's total. On a GPU a
+        thread draws the clients' noise meanwhile.
+        """
+        small = 8 * state.actor.d * len(state.slots) <= PREFETCHED
+        if self.device.type == "cpu" or state.work.client_std == 0 or not small:
+            self._add_blocks(state)
+            return
+        with ThreadPoolExecutor(1) as thread:
+            state.drawn = thread.submit(self.noise, state, state.slots)
+            self._add_blocks(state)
+
+    def _add_blocks(self, state: ChunkRound) -> None:
         for trained in self.blocks(state):
             if trained.local is not None:
                 state.local_parameters[state.index(trained.slots)] = trained.local
@@ -63,14 +75,80 @@ class Contribution:
         return self.training.blocks(state, state.chunk.members)
 
     def add(self, state: ChunkRound, block: Block, total: torch.Tensor) -> None:
-        """Adds what the clients of a block send to `total`, float64 [d]."""
-        raise NotImplementedError
+        """Adds what the clients of a block send to `total`, float64 [d]. Where the device's memory
+        does not hold the vectors of all clients, it takes one half of the block after the other.
+        """
+        vectors = None
+        try:
+            vectors = self.vectors(state, block)
+        except RuntimeError as error:
+            alone = len(block.slots) == 1
+            if alone or self.device.type == "cpu" or not device.exhausted(error):
+                raise
+            clear_frames(error.__traceback__)
+        if vectors is None:
+            device.freed(self.device)
+            half = len(block.slots) // 2
+            self.add(state, block.part(slice(half)), total)
+            self.add(state, block.part(slice(half, None)), total)
+        elif self.device.type == "cpu":
+            exact_sum.add(total.numpy(), vectors.contiguous().numpy(), state.work.grid)
+        else:
+            vectors, largest = exact_sum.snapped(vectors, state.work.grid)
+            total += vectors.sum(0)
+            state.actor.largest.append(largest)
+
+    def vectors(self, state: ChunkRound, block: Block) -> torch.Tensor:
+        """What a block's clients send: weighted, bounded vectors, with noise, float64 [k, d]."""
+        slots = block.slots
+        bounding = self.bounding
+        local = self.experiment.local
+        view = state.view("bounding", slots)
+        vectors = self.unbounded(state, slots, block.updates)
+        check_shape(f"bounding.kind {bounding.kind} sends", vectors, (len(slots), state.actor.d))
+        lengths = self.lengths(vectors)
+        norms = self.finite_norms(state, slots, vectors, lengths)
+        factors = self.bounded(state, slots, lengths)
+        scale = torch.from_numpy(factors * state.chunk.weights[slots])
+        unbounded = vectors.clone() if bounding.stateful else vectors
+        vectors *= device.sent(scale, self.device)[:, None]
+        noise = self._noise_of(state, slots)
+        sums = state.work.modular
+        measured = noise if sums is None or noise is None else sums.decode(noise)
+        columns = self._measured(state, block, vectors, measured)
+        residual = bounding.next_state(unbounded, vectors, view)
+        if self._user_defined:
+            self._check_sent(state, slots, vectors)
+        if sums is not None:
+            who = state.chunk.clients[slots], state.chunk.draws[slots]
+            integers = sums.encode(vectors.cpu().numpy(), *who)
+            vectors = device.sent(torch.from_numpy(integers), self.device)
+        exact = vectors.clone() if self.experiment.noise.is_user_defined else vectors
+        if noise is not None:
+            vectors += device.sent(torch.from_numpy(noise), self.device)
+        local_state = None
+        if local.stateful:
+            sent = vectors.clone() if self._user_defined else vectors
+            if sums is not None:
+                sent = device.sent(
+                    torch.from_numpy(sums.decode(vectors.cpu().numpy())), self.device
+                )
+            moved = bounding.invert(sent, view)
+            local_state = local.next_state(moved, state.view("local", slots))
+        # at last, as what comes before is repeated where memory is short
+        state.record(slots, norms, factors, block.losses)
+        self.monitor_noise(state, slots, noise, exact)
+        state.actor.add_columns(columns)
+        shape = (len(slots), state.actor.d)
+        state.actor.add_client_states("bounding", residual, shape)
+        state.actor.add_client_states("local", local_state, shape)
+        return vectors
 
     def unbounded(
         self, state: ChunkRound, slots: np.ndarray, updates: torch.Tensor
     ) -> torch.Tensor:
-        """What clients would send without a bound, [k, d], of their updates, [k, d]: these."""
-        return updates
+        """What clients would send without a bound, float64 [k, d], of their updates, [k, d]."""
+        return self.bounding.send(updates.double(), state.view("bounding", slots)).double()
 
     def lengths(self, vectors: torch.Tensor) -> np.ndarray:
         """The norms that are bounded of vectors, [k, d]: float64 [k]."""
@@ -171,105 +249,12 @@ class Contribution:
         for name, array in values.items():
             state.actor.noise.setdefault(name, []).append(array)
 
-
-class Explicit(Contribution):
-    """Makes the vectors that clients send, float64 [k, d]."""
-
-    def __init__(self, training: ChunkTraining):
-        super().__init__(training)
-        self._user_defined = in_run(self.experiment)
-
-    def add_chunk(self, state: ChunkRound) -> None:
-        """See `Contribution.add_chunk`. On a GPU a thread draws the clients' noise meanwhile."""
-        small = 8 * state.actor.d * len(state.slots) <= PREFETCHED
-        if self.device.type == "cpu" or state.work.client_std == 0 or not small:
-            super().add_chunk(state)
-            return
-        with ThreadPoolExecutor(1) as thread:
-            state.drawn = thread.submit(super().noise, state, state.slots)
-            super().add_chunk(state)
-
-    def noise(self, state: ChunkRound, slots: np.ndarray) -> np.ndarray | None:
+    def _noise_of(self, state: ChunkRound, slots: np.ndarray) -> np.ndarray | None:
+        """`noise`, where a thread has not drawn it."""
         if state.drawn is None:
-            return super().noise(state, slots)
+            return self.noise(state, slots)
         noise = state.drawn.result()
         return None if noise is None else noise[np.searchsorted(state.slots, slots)]
-
-    def add(self, state: ChunkRound, block: Block, total: torch.Tensor) -> None:
-        """See `Contribution.add`. Where the device's memory does not hold the vectors of all
-        clients, it takes one half of the block after the other.
-        """
-        vectors = None
-        try:
-            vectors = self.vectors(state, block)
-        except RuntimeError as error:
-            alone = len(block.slots) == 1
-            if alone or self.device.type == "cpu" or not device.exhausted(error):
-                raise
-            clear_frames(error.__traceback__)
-        if vectors is None:
-            device.freed(self.device)
-            half = len(block.slots) // 2
-            self.add(state, block.part(slice(half)), total)
-            self.add(state, block.part(slice(half, None)), total)
-        elif self.device.type == "cpu":
-            exact_sum.add(total.numpy(), vectors.contiguous().numpy(), state.work.grid)
-        else:
-            vectors, largest = exact_sum.snapped(vectors, state.work.grid)
-            total += vectors.sum(0)
-            state.actor.largest.append(largest)
-
-    def vectors(self, state: ChunkRound, block: Block) -> torch.Tensor:
-        """What a block's clients send: weighted, bounded vectors, with noise, float64 [k, d]."""
-        slots = block.slots
-        bounding = self.bounding
-        local = self.experiment.local
-        view = state.view("bounding", slots)
-        vectors = self.unbounded(state, slots, block.updates)
-        check_shape(f"bounding.kind {bounding.kind} sends", vectors, (len(slots), state.actor.d))
-        lengths = self.lengths(vectors)
-        norms = self.finite_norms(state, slots, vectors, lengths)
-        factors = self.bounded(state, slots, lengths)
-        scale = torch.from_numpy(factors * state.chunk.weights[slots])
-        unbounded = vectors.clone() if bounding.stateful else vectors
-        vectors *= device.sent(scale, self.device)[:, None]
-        noise = self.noise(state, slots)
-        sums = state.work.modular
-        measured = noise if sums is None or noise is None else sums.decode(noise)
-        columns = self._measured(state, block, vectors, measured)
-        residual = bounding.next_state(unbounded, vectors, view)
-        if self._user_defined:
-            self._check_sent(state, slots, vectors)
-        if sums is not None:
-            who = state.chunk.clients[slots], state.chunk.draws[slots]
-            integers = sums.encode(vectors.cpu().numpy(), *who)
-            vectors = device.sent(torch.from_numpy(integers), self.device)
-        exact = vectors.clone() if self.experiment.noise.is_user_defined else vectors
-        if noise is not None:
-            vectors += device.sent(torch.from_numpy(noise), self.device)
-        local_state = None
-        if local.stateful:
-            sent = vectors.clone() if self._user_defined else vectors
-            if sums is not None:
-                sent = device.sent(
-                    torch.from_numpy(sums.decode(vectors.cpu().numpy())), self.device
-                )
-            moved = bounding.invert(sent, view)
-            local_state = local.next_state(moved, state.view("local", slots))
-        # at last, as what comes before is repeated where memory is short
-        state.record(slots, norms, factors, block.losses)
-        self.monitor_noise(state, slots, noise, exact)
-        state.actor.add_columns(columns)
-        shape = (len(slots), state.actor.d)
-        state.actor.add_client_states("bounding", residual, shape)
-        state.actor.add_client_states("local", local_state, shape)
-        return vectors
-
-    def unbounded(
-        self, state: ChunkRound, slots: np.ndarray, updates: torch.Tensor
-    ) -> torch.Tensor:
-        """See `Contribution.unbounded`: what `Bounding.send` makes of them, float64."""
-        return self.bounding.send(updates.double(), state.view("bounding", slots)).double()
 
     def _measured(
         self, state: ChunkRound, block: Block, vectors: torch.Tensor, noise: np.ndarray | None
@@ -367,7 +352,7 @@ def choose(state: ChunkRound, training: ChunkTraining) -> type[Contribution]:
     read = read or bounding.stateful or experiment.local.stateful
     read = read or state.work.modular is not None
     if training.device.type != "cpu" or read or not bounding.scales:
-        return Explicit
+        return Contribution
     clients = state.chunk.clients[state.slots]
     in_kernel = (
         training.trainer.threads
