@@ -1,4 +1,4 @@
-"""Clients on a GPU: one that is pretended (`pretended`), and a real one where there is one."""
+"""Clients on a GPU: a fake one (`fake_gpu`), and a real one where there is one."""
 
 import json
 import os
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import experiment, form
-from pretended import Overwritten, pretended
+from fake_gpu import Overwritten, fake_gpu
 from test_same_bits import METHODS, SAMPLE
 from torch import nn
 from torch.nn import functional as F
@@ -56,10 +56,10 @@ GPU = {"actors": 0, "num_gpus": 1.0, "chunk": 8}
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """The counts of a pretended GPU that is there throughout the test."""
+    """The counts of a fake GPU that is there throughout the test."""
     if SEEN:
         pytest.skip("pretends a GPU where there is none")
-    with device.restored(), pretended(monkeypatch) as counts:
+    with device.restored(), fake_gpu(monkeypatch) as counts:
         yield counts
 
 
@@ -128,7 +128,7 @@ EVERY = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name, method in METHODS.items()
     if method.get("client", {}).get("backend") != "compiled"  # is for the CPU
-    and "precision" not in method.get("client", {})  # of a device; a pretended one has none
+    and "precision" not in method.get("client", {})  # of a device; a fake one has none
     and "dropout" not in name.split(",")[0].split(" by ")  # whose masks a device draws itself
 ]
 
@@ -138,7 +138,7 @@ def check_path(method: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(device, "GROUP", 1 << 18)
     plan = on_gpu(**METHODS[method])
     expected = on_cpu(plan, tmp_path / "cpu")
-    with device.restored(), pretended(monkeypatch) as counts:
+    with device.restored(), fake_gpu(monkeypatch) as counts:
         found = numbers_of(plan, tmp_path / "gpu")
     assert np.array_equal(found, expected)
     clients = trained(tmp_path / "gpu")
@@ -167,7 +167,7 @@ def test_a_chunk_waits_for_the_gpu_as_often_as_it_would_for_one_client(tmp_path,
     the model and an evaluation take is not counted by clients either.
     """
     plan = on_gpu(client={"chunk": 20}, evaluate={"every": 9})
-    with device.restored(), pretended(monkeypatch) as counts:
+    with device.restored(), fake_gpu(monkeypatch) as counts:
         numbers_of(plan, tmp_path)
     rounds = plan.experiment.rounds
     assert trained(tmp_path) == 20 * rounds
@@ -198,7 +198,7 @@ def test_noise_that_is_left_on_the_host_is_found(tmp_path, monkeypatch):
     draw = base.StepNoise.__call__
     left = lambda noise, *of: draw(replace(noise, device=device.CPU), *of)  # noqa: E731
     monkeypatch.setattr(base.StepNoise, "__call__", left)
-    with pytest.raises(ClientError, match=r"pretended.Mixed: Expected all tensors"):
+    with pytest.raises(ClientError, match=r"fake_gpu.Mixed: Expected all tensors"):
         check_path("DPNFL", tmp_path, monkeypatch)
 
 
@@ -250,13 +250,13 @@ def apart(found: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize(("name", "clip"), EVERY_MODEL)
 def test_every_model_trains_on_a_gpu_by_what_is_deterministic_there(name, clip, monkeypatch):
     expected = chunk_of(name, clip, "cpu")
-    with device.restored(), pretended(monkeypatch):
+    with device.restored(), fake_gpu(monkeypatch):
         device.settle(torch.device("cuda"), 1.0)
         found = chunk_of(name, clip, "cuda")
     assert apart(found, expected) <= 1e-6
 
 
-# The device that is pretended: as strict as a real one.
+# The fake device: as strict as a real one.
 
 
 def test_a_copy_to_a_gpu_waits_for_it_but_from_pinned_memory(gpu, monkeypatch):
@@ -319,7 +319,7 @@ class Attentive(nn.Module):
 def test_a_chunk_goes_back_through_attention_at_once(clip, tmp_path, monkeypatch):
     sections = {"model": {"kind": f"{__name__}:Attentive"}, "rounds": 2, "bounding": clip}
     plan = on_gpu(**sections, noise={"kind": "none"}, client={"backend": "vmap"})
-    with device.restored(), pretended(monkeypatch):
+    with device.restored(), fake_gpu(monkeypatch):
         found = numbers_of(plan, tmp_path / "gpu")
     assert torch.backends.cuda.mem_efficient_sdp_enabled()
     with monkeypatch.context() as patch:
@@ -327,7 +327,7 @@ def test_a_chunk_goes_back_through_attention_at_once(clip, tmp_path, monkeypatch
         expected = on_cpu(plan, tmp_path / "cpu")
         assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
         refused = pytest.raises(ConfigError, match="OneByOne")
-        with device.restored(), pretended(patch), refused:
+        with device.restored(), fake_gpu(patch), refused:
             ClientActor(plan.experiment, str(plan.shards))
 
 
@@ -382,7 +382,7 @@ def test_where_memory_is_short_half_a_chunk_trains_at_once_and_no_client_is_blam
 ):
     plan = on_gpu(client={"backend": backend, "on_error": "drop"})
     expected = on_cpu(plan, tmp_path / "cpu")
-    with device.restored(), pretended(monkeypatch):
+    with device.restored(), fake_gpu(monkeypatch):
         widths = small_memory(monkeypatch, 3)
         found = numbers_of(plan, tmp_path / "gpu")
     assert np.array_equal(found, expected)
@@ -416,7 +416,7 @@ def test_where_memory_is_short_for_what_is_sent_half_of_it_is_made_at_once(tmp_p
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return sent(self, updates, view)
 
-    with device.restored(), pretended(monkeypatch):
+    with device.restored(), fake_gpu(monkeypatch):
         monkeypatch.setattr(FAMILY["clip"], "send", limited)
         found = numbers_of(plan, tmp_path / "gpu")
     assert np.array_equal(found, expected) and tried[:3] == [8, 4, 2]
@@ -431,7 +431,7 @@ def test_where_memory_is_short_for_what_is_sent_half_of_it_is_made_at_once(tmp_p
 def test_rows_that_a_gpu_cannot_keep_go_there_chunk_by_chunk(held, tmp_path, monkeypatch):
     plan = on_gpu(local={"steps": 2, "batch": 4}, client={"chunk": 20})
     expected = on_cpu(plan, tmp_path / "cpu")
-    with device.restored(), pretended(monkeypatch):
+    with device.restored(), fake_gpu(monkeypatch):
         if not held:
             monkeypatch.setattr(device, "memory", lambda *_: 1000)
         found = numbers_of(plan, tmp_path / "gpu")
@@ -456,7 +456,7 @@ def test_noise_is_drawn_by_a_thread_while_a_chunk_trains(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Contribution, "noise", watched)
     plan = on_gpu()
-    with device.restored(), pretended(monkeypatch):
+    with device.restored(), fake_gpu(monkeypatch):
         numbers_of(plan, tmp_path)
     assert threads == {False}
 
@@ -474,7 +474,7 @@ def test_norms_of_rows_do_not_depend_on_how_many_there_are(monkeypatch):
         return norm(rows, dim=dim)
 
     monkeypatch.setattr(device, "GROUP", 10)
-    with pretended(monkeypatch):
+    with fake_gpu(monkeypatch):
         there = vectors.to("cuda")
         monkeypatch.setattr(torch.linalg, "vector_norm", seen)
         for k in (1, 2, 7):
@@ -683,10 +683,10 @@ def test_a_run_says_which_gpu_its_bits_depend_on(gpu):
     plan = resolve(experiment(client=GPU))
     stored = plan.origin()
     assert {"device", "cuda", "cudnn", "cublas"} <= stored.keys()
-    assert stored["device"] == "Pretended, compute 9.0, 1 multiprocessors"
+    assert stored["device"] == "Fake, compute 9.0, 1 multiprocessors"
     assert not {"device", "cuda"} & of(experiment()).keys()
     said = differences(stored, {**stored, "device": "NVIDIA H200", "cudnn": "1"})
-    assert "device was Pretended, compute 9.0, 1 multiprocessors, now NVIDIA H200" in said
+    assert "device was Fake, compute 9.0, 1 multiprocessors, now NVIDIA H200" in said
     check_node("here", plan.platform, device.facts(1))
     with pytest.raises(RunError, match=r"node here computes otherwise .*device NVIDIA A100"):
         check_node("here", plan.platform, {**device.facts(1), "device": "NVIDIA A100"})
@@ -723,7 +723,7 @@ def test_actors_with_different_gpus_are_refused():
 def test_the_cache_of_features_knows_the_gpu_that_made_them(monkeypatch):
     features = ResNet18Features()
     assert SEEN or len(features.identity(None)) == 1
-    with nullcontext() if SEEN else pretended(monkeypatch):
+    with nullcontext() if SEEN else fake_gpu(monkeypatch):
         assert features.identity(None)[1] == device.facts(1)
 
 
@@ -829,7 +829,7 @@ def test_every_model_gives_a_gpu_the_same_bits_twice_and_those_of_the_cpu_to_rou
 
 
 @needs_gpu
-def test_a_gpu_is_waited_for_as_the_pretended_one_counts_it(tmp_path):
+def test_a_gpu_is_waited_for_as_the_fake_one_counts_it(tmp_path):
     """By what torch itself says of operations that wait, but for those that are asked to."""
     plan = on_gpu()
     with device.restored(), warnings.catch_warnings(record=True) as seen:

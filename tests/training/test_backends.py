@@ -115,7 +115,7 @@ def test_every_backend_does_what_the_plain_loop_does(backend, name, method, clip
     more = arguments(backend, name, method, clipped)
     spanned = backend == "compiled" and "corrections" not in more
     if clipped and spanned:
-        more["stds"] = np.zeros(5)  # test_spanned has its noise
+        more["stds"] = np.zeros(5)  # test_span_noise has its noise
     shares = np.zeros(5)
     got = train(backend, module, METHODS[method], *rows(), **more, clipped=shares)
     assert torch.equal(models.flatten(module), before)

@@ -1,5 +1,5 @@
-"""Five methods that nobody here has named, each a file outside the package (strangers): they
-keep the contract, and run privately with the epsilon of what they release.
+"""Five methods, each a file outside the package (`outside_methods`), keep the contract, and run
+privately with the epsilon of what they release.
 """
 
 import re
@@ -16,8 +16,8 @@ from raydpfl.errors import ConfigError
 from raydpfl.privacy import Mechanism, Query, Sampling
 from raydpfl.simulation.user_code import sources
 
-HERE = Path(__file__).parent / "strangers"
-STRANGERS = {
+HERE = Path(__file__).parent / "outside_methods"
+METHODS = {
     "lion:Lion": "local",
     "feedback:Feedback": "bounding",
     "length:Length": "bounding",
@@ -35,7 +35,7 @@ def beside(monkeypatch):
 
 def around(name: str) -> dict:
     """The small experiment with this member in it."""
-    section = STRANGERS[name]
+    section = METHODS[name]
     mine = {section: {"kind": name, **SETTINGS.get(section, {})}}
     # a noise of the server needs no number of clients that are left
     return {"noise": {"placement": "server"}, "privacy": {"accountants": ["pld"]}} | mine
@@ -51,15 +51,15 @@ def law(name: str) -> Sampling:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*STRANGERS, "varying:Spread"])
-def test_a_method_of_a_stranger_keeps_the_contract(name):
+@pytest.mark.parametrize("name", [*METHODS, "varying:Spread"])
+def test_an_outside_method_keeps_the_contract(name):
     found = check(name)
     assert all(clause.kept for clause in found), render(found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STRANGERS)
-def test_a_method_of_a_stranger_runs_privately_with_the_right_epsilon(name, tmp_path):
+@pytest.mark.parametrize("name", METHODS)
+def test_an_outside_method_runs_privately_with_the_right_epsilon(name, tmp_path):
     result = run(experiment(**around(name)), tmp_path / "run")
     mechanism = Mechanism(law(name), (Query("updates", 1.0, 1.0),), rounds=4)
     expected = privacy.epsilon(mechanism, "replace_one", 1e-5)

@@ -1,4 +1,4 @@
-"""A GPU that is pretended: tensors of the CPU that are marked as being on `cuda`.
+"""A fake GPU: tensors of the CPU that are marked as being on `cuda`.
 
 Their operations run on the CPU, so they have its bits. What a GPU would refuse is refused: an
 operation of tensors on both sides, numpy's view of a marked tensor, pinning one, and what has no
@@ -8,7 +8,7 @@ unless it is from pinned memory and not to be waited for. Such memory must hold 
 somebody waits for the device, or another is overwritten while it is copied.
 
 Two modes see it all. `Marks` is told of every operation of torch's core, also of those of autograd
-and vmap; `Pretended` of every call of torch's functions and methods, where devices are named.
+and vmap; `FakeGpu` of every call of torch's functions and methods, where devices are named.
 """
 
 import weakref
@@ -100,7 +100,7 @@ def _is_cuda(device) -> bool:
 
 
 class Marks(TorchDispatchMode):
-    """Which tensors are on the pretended GPU: those whose storage is marked."""
+    """Which tensors are on the fake GPU: those whose storage is marked."""
 
     def __init__(self):
         super().__init__()
@@ -195,7 +195,7 @@ def _masks(given) -> bool:
     return any(each.dtype == torch.bool for each in given[1:])
 
 
-class Pretended(TorchFunctionMode):
+class FakeGpu(TorchFunctionMode):
     """What a program sees of the devices of tensors, and where it puts them."""
 
     def __init__(self, marks: Marks):
@@ -320,14 +320,14 @@ HANDLERS = {
 
 
 @contextmanager
-def pretended(monkeypatch):
+def fake_gpu(monkeypatch):
     """A GPU, for what is within; gives the counts of `waits`, `to device`, `to host`, and
     `operations`.
     """
     marks = Marks()
 
     state = torch.zeros(16, dtype=torch.uint8)
-    found = SimpleNamespace(name="Pretended", major=9, minor=0, multi_processor_count=1)
+    found = SimpleNamespace(name="Fake", major=9, minor=0, multi_processor_count=1)
     found.total_memory = 1 << 33
     for name, instead in {
         "is_available": lambda: True,
@@ -345,5 +345,5 @@ def pretended(monkeypatch):
         "manual_seed": lambda *_: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, instead)
-    with marks, Pretended(marks):
+    with marks, FakeGpu(marks):
         yield marks.counts

@@ -1,7 +1,7 @@
-"""The ledger under fire: runs that are killed fifty times, at random instants and in the midst of
+"""The ledger of runs that are killed fifty times, at random instants and in the midst of
 what they write.
 
-This file is also the program that does the killing (`python test_ledger_fire.py FOLDER`): it
+This file is also the program that does the killing (`python test_ledger_kills.py FOLDER`): it
 imports all once, and forks a process for every attempt at a run. Whatever was released is noted in
 a file beside the run, at the moment of its release.
 """

@@ -1,8 +1,8 @@
-"""Runs whose directory is on an S3 server, under fire: each is killed again and again, at random
+"""Runs whose directory is on an S3 server: each is killed again and again, at random
 instants and at random requests, and goes on here or on what looks like another machine.
 
-This file is also the program that does the killing (`python test_storage_fire.py FOLDER BUCKET`);
-RAYDPFL_KILLS says how often (50: issue-sized; a few by default).
+This file is also the program that does the killing (`python test_storage_kills.py FOLDER BUCKET`);
+RAYDPFL_KILLS says how often (a few by default).
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import processes
 import pytest
-from test_ledger_fire import EXPERIMENT, released, spawned
+from test_ledger_kills import EXPERIMENT, released, spawned
 
 from raydpfl import Experiment
 from raydpfl.runtime import runner
