@@ -74,12 +74,14 @@ class Watched(Coordinator):
 
     def __init__(self, plan: Plan, out: str, **options: Any):
         super().__init__(plan, out, **options)
-        self.columns: list[Columns] = []  # of each round
+        self.totals: list[np.ndarray] = []  # of each round, float64 [d]
+        self.columns: list[Columns] = []
         self.bounds: list[float | None] = []
         self.added: list[np.ndarray | None] = []
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
         total, results = super().collect(t, cohort)
+        self.totals.append(total)
         self.columns.append(joined(results))
         self.bounds.append(self.state.bound)
         return total, results
