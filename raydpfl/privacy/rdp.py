@@ -8,8 +8,7 @@ array([0.028, 0.789])
 
 dp-accounting has the same bound for fixed sizes ([1] Theorem 27), order by order in Python: 60 ms a
 mechanism. The moments in it are integrals of positive functions here, which lose nothing to
-cancellation. For Poisson samples it adds up the absolute values of a series with signs at orders
-that are not whole, and has more there: at 1.1 up to 1.7 times as much.
+cancellation. Its bounds for Poisson samples, 0.1 s a mechanism there, are the same here.
 
 [1] Wang, Balle, Kasiviswanathan. Subsampled Renyi differential privacy and analytical moments
 accountant. AISTATS 2019.
@@ -31,6 +30,7 @@ _LOW = np.floor(ORDERS).astype(int)
 _HIGH = np.ceil(ORDERS).astype(int)
 _WHOLE = np.unique(np.concatenate([_LOW, _HIGH]))
 _EXACT = 256  # orders above it take the simpler bound on all moments, as dp-accounting does
+_TERMS = 1000  # of the series of Poisson samples, at most
 _POINTS = 400  # of the trapezoidal rule, whose error is below 1e-13 for these integrands
 
 
@@ -82,44 +82,42 @@ def fixed_size_of(q: float, renyi: Callable[[np.ndarray], np.ndarray]) -> np.nda
 
 def poisson(q: float, mu: float) -> np.ndarray:
     """Divergences at `ORDERS` of one step on a Poisson sample of rate q, 0 < q < 1, under
-    add_remove ([3]), float64 [orders]; mu is sensitivity / std of the sum. Where mu is above 20,
-    which no sampling hides, those over everyone.
+    add_remove ([3]), float64 [orders]; mu is sensitivity / std of the sum.
 
-    They are log E (1 + y)^alpha / (alpha - 1), y = q (L - 1): at whole orders a binomial sum, at
-    others an integral, both without the terms 1 + alpha y, whose expectation is 1.
+    They are log E (1 + y)^alpha / (alpha - 1), y = q (L - 1): at whole orders a binomial sum, of
+    which 1 is taken away first, at others the bound of dp-accounting, see `_series`.
     """
-    if mu > 20:
-        return gaussian(mu)
     i = np.arange(_WHOLE[-1] + 1)
     terms = _log_binomials() + i * math.log(q) + (_WHOLE[:, None] - i) * math.log1p(-q)
     with np.errstate(divide="ignore"):
-        whole = _log_sums((terms + _log_expm1(i * (i - 1) * (mu * mu / 2)))[1:])  # from order 2
-        between = ORDERS[_LOW < ORDERS]
-        low, high = -10, between * mu + 10  # the peaks are at 0 and alpha mu
-        # The integrand is analytic up to pi / mu from the real line; where mu is large, nothing is
-        # near the points where it is not.
-        points = math.ceil((high.max() - low) / min(0.4, max(0.65 / mu, 0.04)))
-        x = np.linspace(low, high, points, axis=1)
-        more = _log_more(between[:, None], q, mu * x - mu * mu / 2)
-    step = (high - low) / (points - 1)
+        more = _log_sums((terms + _log_expm1(i * (i - 1) * (mu * mu / 2)))[1:])  # from order 2
     moments = np.empty(len(ORDERS))
-    moments[_LOW < ORDERS] = _log_sums(more - x * x / 2) + np.log(step / math.sqrt(2 * math.pi))
-    moments[_LOW == ORDERS] = whole[np.searchsorted(_WHOLE[1:], ORDERS[_LOW == ORDERS])]
-    return np.logaddexp(0, moments) / (ORDERS - 1)
+    moments[_LOW < ORDERS] = _series(q, mu)
+    whole = ORDERS[_LOW == ORDERS]
+    moments[_LOW == ORDERS] = np.logaddexp(0, more[np.searchsorted(_WHOLE[1:], whole)])
+    return moments / (ORDERS - 1)
 
 
-def _log_more(order: np.ndarray, q: float, loss: np.ndarray) -> np.ndarray:
-    """log((1 + y)^alpha - 1 - alpha y), y = q (e^loss - 1), float64 as `loss`; of orders above 1 it
-    is never negative (Bernoulli's inequality).
+def _series(q: float, mu: float) -> np.ndarray:
+    """Bounds on log E (1 + y)^alpha between whole orders, float64 [orders]: [3] section 3.3 with
+    the absolute values of the terms, as dp-accounting has it; infinite where so many terms are too
+    few.
     """
-    power = order * np.logaddexp(math.log1p(-q), math.log(q) + loss)
-    linear = np.logaddexp(0, np.log(order * q) + _log_expm1(np.maximum(loss, 0)))
-    y = q * np.expm1(np.minimum(loss, 100))
-    small = order * (order - 1) / 2 * y * y * (1 + (order - 2) / 3 * y)
-    near = np.expm1(np.minimum(power, 1)) - order * y
-    near = np.log(np.where(np.abs(y) < 1e-5, small, np.maximum(near, 0)))
-    far = power + np.log1p(-np.exp(np.minimum(linear - power, 0)))
-    return np.where(power > 1, far, near)
+    from scipy.special import gammaln, log_ndtr
+
+    order = ORDERS[_LOW < ORDERS][:, None]
+    i = np.arange(_TERMS)
+    j = order - i
+    middle = math.log(1 / q - 1) / mu**2 + 0.5  # where both parts of the mixture are alike
+    binomials = gammaln(order + 1) - gammaln(i + 1) - gammaln(j + 1)
+    drawn, left = math.log(q), math.log1p(-q)
+    below = i * drawn + j * left + i * (i - 1) * (mu * mu / 2) + log_ndtr((middle - i) * mu)
+    above = j * drawn + i * left + j * (j - 1) * (mu * mu / 2) + log_ndtr((j - middle) * mu)
+    terms = np.stack([below, above]) + binomials
+    sums = np.logaddexp(*np.logaddexp.accumulate(terms, axis=2))
+    small = (np.diff(terms) < 0).all(0) & (terms.max(0) < sums - 30)[:, 1:]
+    first = small.argmax(1) + 1
+    return np.where(small.any(1), sums[np.arange(len(order)), first], np.inf)
 
 
 def _amplified(q: float, moments: np.ndarray) -> np.ndarray:
