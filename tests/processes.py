@@ -25,12 +25,12 @@ def run(
 
 
 def wait_for_rounds(rounds: int, out: Path, process: subprocess.Popen) -> None:
-    """Until the run of a process has begun so many rounds, and has a checkpoint."""
+    """Until the run of a process has finished so many rounds, and has a checkpoint."""
     ledger = out / "ledger.jsonl"
     deadline = time.monotonic() + 180
     while True:
-        begun = len(ledger.read_text().splitlines()) if ledger.exists() else 0
-        if begun >= rounds and [*out.glob("checkpoints/round-*.npz")]:
+        finished = len(ledger.read_text().splitlines()) if ledger.exists() else 0
+        if finished >= rounds and [*out.glob("checkpoints/round-*.npz")]:
             return
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.02)

@@ -81,12 +81,14 @@ def fixed_size_of(q: float, renyi: Callable[[np.ndarray], np.ndarray]) -> np.nda
 
 
 def poisson(q: float, mu: float) -> np.ndarray:
-    """Divergences at `ORDERS` of one step on a Poisson sample of rate q, 0 < q < 1, under
+    """Divergences at `ORDERS` of one step on a Poisson sample of rate q, 0 < q <= 1, under
     add_remove ([3]), float64 [orders]; mu is sensitivity / std of the sum.
 
     They are log E (1 + y)^alpha / (alpha - 1), y = q (L - 1): at whole orders a binomial sum, of
     which 1 is taken away first, at others the bound of dp-accounting, see `_series`.
     """
+    if q == 1:
+        return gaussian(mu)
     i = np.arange(_WHOLE[-1] + 1)
     terms = _log_binomials() + i * math.log(q) + (_WHOLE[:, None] - i) * math.log1p(-q)
     with np.errstate(divide="ignore"):

@@ -428,7 +428,7 @@ a_bound_by_something_else = patched(
 )
 # the ledger is right, and guarantees are not
 half_of_what_is_printed = after(
-    Plan, "guarantees", lambda told, *_: [replace(one, epsilon=one.epsilon / 2) for one in told]
+    Plan, "guarantees", lambda claims, *_: [replace(one, epsilon=one.epsilon / 2) for one in claims]
 )
 a_sum_on_a_coarse_grid = patched(
     exact_sum,

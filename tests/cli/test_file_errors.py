@@ -134,13 +134,13 @@ QUITS = {
 @pytest.mark.parametrize("when", QUITS)
 def test_a_model_that_quits(when, small, own_module, tmp_path, complain):
     own_module("quits", OWN)
-    begun = when in ("train", "evaluate")
+    started = when in ("train", "evaluate")
     overrides = ["model.kind=quits:Quits", f"model.args={{when: {when}}}"]
     if when == "evaluate":
         overrides.append("noise.kind=none")
-    said = complain(["run", small, *overrides, "--out", tmp_path / "out"], 1 if begun else 2)
+    said = complain(["run", small, *overrides, "--out", tmp_path / "out"], 1 if started else 2)
     assert QUITS[when] in said
-    if begun:
+    if started:
         assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
 
 

@@ -3,6 +3,7 @@
 import sys
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,9 +11,11 @@ from conftest import experiment, form, refusal
 from torch import nn
 
 from raydpfl import models, run
+from raydpfl.check.runs import carried_out
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.methods.local import Sgd
 from raydpfl.models import tasks
+from raydpfl.simulation.resolution import resolve
 from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.minibatches import batches
 from raydpfl.training.trainer import Trainer
@@ -183,6 +186,28 @@ def test_targets_that_cannot_be_right_are_refused_in_one_line(task, y, classes, 
     column = np.array(y)
     with refusal(begins=message):
         tasks.parse(task).targets("t", column, column[:1], classes)
+
+
+@pytest.mark.slow
+def test_a_run_on_sequences_has_the_same_bits_wherever_it_is_carried_out(tmp_path):
+    """Inline, on an actor per client and on two, with scores of rows that clients hold out."""
+    sys.modules.setdefault("test_tasks", sys.modules[__name__])
+    asked = experiment(
+        data={"kind": "test_shards:Letters"},
+        model={"kind": "test_tasks:PerPosition"},
+        selection={"kind": "uniform", "cohort": 6},
+        evaluate={"every": 2, "validation": 0.3},
+    )
+    plan = resolve(asked)
+    runs = [carried_out(plan, tmp_path / str(actors), actors) for actors in (None, 0, 2)]
+    scores = [
+        pq.read_table(each.out / "rounds.parquet")["validation_accuracy"].to_pylist()
+        for each in runs
+    ]
+    assert scores[0] == scores[1] == scores[2] and set(scores[0]) != {None}
+    for other in runs[1:]:
+        assert np.array_equal(other.parameters(), runs[0].parameters())
+        assert np.array_equal(other.totals, runs[0].totals)
 
 
 @pytest.mark.slow

@@ -50,7 +50,16 @@ def test_epsilons_far_from_the_usual_are_dp_accountings_too(samples, batch, z, c
 
 @pytest.mark.parametrize(
     ("q", "mu"),
-    [(0.1, 1 / 2.6), (0.01, 1.0), (0.5, 0.2), (0.999, 2.0), (1e-4, 3.0), (0.3, 14.0), (0.1, 30.0)],
+    [
+        (0.1, 1 / 2.6),
+        (0.01, 1.0),
+        (0.5, 0.2),
+        (0.999, 2.0),
+        (1e-4, 3.0),
+        (0.3, 14.0),
+        (0.1, 30.0),
+        (1.0, 0.5),
+    ],
 )
 def test_divergences_of_poisson_samples_are_dp_accountings(q, mu):
     """Those at orders where its series does not converge are infinite."""
@@ -77,14 +86,14 @@ def test_divergences_of_poisson_samples_are_integrals(q, mu):
     assert (ours >= exact * (1 - 1e-6)).all()  # between whole orders it is a bound, or infinite
 
 
-@pytest.mark.parametrize("mu", [0.02, 0.002])
-def test_what_alternating_sums_lose_is_kept(mu):
-    """At large noise dp-accounting's high orders drown in rounding, on the safe side; ours are
-    never above them, and far below some.
+@pytest.mark.parametrize(("mu", "rounding"), [(0.02, 1e-9), (0.002, 1e-6)])
+def test_what_alternating_sums_lose_is_kept(mu, rounding):
+    """At large noise dp-accounting's high orders drown in rounding; ours are never above them, but
+    for what low orders lose too, and far below some.
     """
     ours = rdp.fixed_size(0.5, mu)
     theirs = reference(0.5, 1 / mu, rdp.ORDERS)
-    assert (ours <= theirs * (1 + 1e-6)).all() and (ours < theirs / 5).any()
+    assert (ours <= theirs * (1 + rounding)).all() and (ours < theirs / 5).any()
 
 
 @pytest.mark.parametrize("mu", [0.02, 0.5, 3.0])
