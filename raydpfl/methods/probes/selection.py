@@ -11,7 +11,7 @@ class SelectionProbe(Probe):
     its noise on the mean gradient of a local step, and `participations` in the run, draws counted.
 
     The summary has the `clients`, the `participants`, and of the probabilities of each draw, where
-    there are, the `least_probability` and their `total_variation` from the shares.
+    there are, their `support` (the number above 1e-9) and `total_variation` from the shares.
 
     Null: a probability where cohorts are not made of independent draws, a budget where clients have
     none, and noise where they draw none at local steps.
@@ -42,5 +42,5 @@ class SelectionProbe(Probe):
         if probabilities is None:
             return facts
         distance = float(np.abs(probabilities - population.shares).sum() / 2)
-        least = float(probabilities.min())
-        return {**facts, "least_probability": least, "total_variation": distance}
+        support = int((probabilities > 1e-9).sum())
+        return {**facts, "support": support, "total_variation": distance}
