@@ -25,7 +25,7 @@ from rich.text import Text
 
 from raydpfl import storage
 from raydpfl.cli import completion
-from raydpfl.cli.wrong_command import directed, what
+from raydpfl.cli.wrong_command import directed, private_search
 from raydpfl.core import signals
 from raydpfl.errors import ConfigError, RunError, brief, exited, frames_of_user, traceback_text
 
@@ -521,18 +521,19 @@ def budget(
         answer = _together([config, *runs], overrides or [], stated, data_root, trust_code)
     elif config:
         _load()
-        search = what(config, overrides or ()) == "a private search"
+        search = private_search(config, overrides or ())
         expected = "none with a CONFIG; change its fields, as in noise.epsilon=3"
         read = ("data_root",) if search else ("data_root", "person")
         for name in (name for name in stated if name not in read):
             raise ConfigError(f"--{name.replace('_', '-')}", stated[name], expected)
         from raydpfl.experiment import Experiment
         from raydpfl.simulation import planned_guarantee
-        from raydpfl.sweep.search_privacy import of_the_best
 
         imports = set(Experiment.model_fields) - {"model", "server"}
         with _kept(config, trust_code):
             if search:
+                from raydpfl.sweep.search_privacy import of_the_best
+
                 answer = of_the_best(_swept(config, overrides or (), False)[0], data_root)
             else:
                 asked = _read("budget", config, overrides, imports, trust_code)[0]

@@ -30,7 +30,7 @@ _LOW = np.floor(ORDERS).astype(int)
 _HIGH = np.ceil(ORDERS).astype(int)
 _WHOLE = np.unique(np.concatenate([_LOW, _HIGH]))
 _EXACT = 256  # orders above it take the simpler bound on all moments, as dp-accounting does
-_TERMS = 1000  # of the series of Poisson samples, at most
+_TERMS = (125, 250, 500, 1000)  # of the series of Poisson samples, until they are enough
 _POINTS = 400  # of the trapezoidal rule, whose error is below 1e-13 for these integrands
 
 
@@ -105,10 +105,19 @@ def _series(q: float, mu: float) -> np.ndarray:
     the absolute values of the terms, as dp-accounting has it; infinite where so many terms are too
     few.
     """
+    orders = ORDERS[_LOW < ORDERS]
+    moments = np.full(len(orders), np.inf)
+    for count in _TERMS:
+        left = np.isinf(moments)
+        if left.any():
+            moments[left] = _partial_sums(q, mu, orders[left, None], np.arange(count))
+    return moments
+
+
+def _partial_sums(q: float, mu: float, order: np.ndarray, i: np.ndarray) -> np.ndarray:
+    """Those of the terms `i` of `_series`, float64 [orders]; `order` float64 [orders, 1]."""
     from scipy.special import gammaln, log_ndtr
 
-    order = ORDERS[_LOW < ORDERS][:, None]
-    i = np.arange(_TERMS)
     j = order - i
     middle = math.log(1 / q - 1) / mu**2 + 0.5  # where both parts of the mixture are alike
     binomials = gammaln(order + 1) - gammaln(i + 1) - gammaln(j + 1)

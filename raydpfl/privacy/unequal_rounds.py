@@ -16,6 +16,7 @@ True
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from raydpfl.privacy.pld import CurvePair, LossDistribution
 
 LEVELS = 128
 _ORDERS = 24  # of Chernoff bounds on a window
+_BLOCK = 1 << 22  # rounds times frequencies that are in memory at once
+_NOTHING = 1e-40  # of a transform, in modulus
+_LEAST_MODULUS = 1e-16  # of a transform, in the bound on rounding
 
 
 class Rounds:
@@ -43,100 +47,111 @@ class Rounds:
         convex: bool,
         once: float = 0.0,
     ):
-        levels, self._weights = in_levels(np.asarray(mus, float), convex, LEVELS)
+        self._mus = np.asarray(mus, float)
+        levels, weights = in_levels(self._mus, convex, LEVELS)
         self.levels = len(levels)
+        self._weights = np.pad(weights, ((0, 0), (0, int(once > 0))))
         pairs = [curves(mu) for mu in levels.tolist()]
         self.directions = len(pairs[0])
+        self._variance = weights.sum(axis=0) @ _stds(levels, pairs) ** 2 + once**2
+        # the round of the least noise reaches furthest; what another had beyond is at infinity
+        furthest = pairs[levels.argmax() :: self.levels]
         if once:
             gaussian: CurvePair = (lambda epsilon: pld.gaussian_delta(epsilon, once),) * 2
             pairs.append((gaussian,) * self.directions)
-        reaches = [max(pld._reach(curve) for pair in kind for curve in pair) for kind in pairs]
-        self._variance = self._weights.sum(axis=0) @ _stds(levels, pairs) ** 2 + once**2
+            furthest.append(pairs[-1])
+        reach = max(pld._reach(curve) for kind in furthest for pair in kind for curve in pair)
         step = math.sqrt(self._variance / (len(mus) + (once > 0))) / pld._STEPS_PER_STD
-        self.step = max(step, max(reaches) / pld._MOST_POINTS)
-        sizes = [max(1, math.ceil(reach / self.step)) for reach in reaches]
+        self.step = max(step, reach / pld._MOST_POINTS)
+        self._half = max(1, math.ceil(reach / self.step))
         # by direction, of every level and, at last, of the Gaussian over everyone
         self._losses = [
-            [pld._on_grid(*kind[d], self.step, n) for kind, n in zip(pairs, sizes, strict=True)]
+            [pld._on_grid(*kind[d], self.step, self._half) for kind in pairs]
             for d in range(self.directions)
         ]
 
     @property
     def coarse(self) -> bool:
         """As of `LossDistribution`."""
-        return any(loss.coarse for losses in self._losses for loss in losses)
+        return self._half >= pld._MOST_POINTS
+
+    @cached_property
+    def ends(self) -> list[np.ndarray]:
+        """`deltas` after all rounds, by direction."""
+        return [next(self.deltas(d, len(self._mus))) for d in range(self.directions)]
 
     def deltas(self, direction: int, first: int) -> Iterator[np.ndarray]:
         """Delta at epsilon = 0, step, 2 step, ... after `first`, ..., T rounds, an array each; the
         last value is the mass at infinity.
         """
-        from scipy.fft import irfft, next_fast_len
+        from scipy.fft import irfft, next_fast_len, rfft
 
-        losses = self._losses[direction]
-        levels = self._weights.shape[1]
-        upper, lower = self._window(losses, first)
-        longest = max(upper.max() - lower.min() + 1, *(len(loss.masses) for loss in losses))
+        masses = np.array([loss.masses for loss in self._losses[direction]])
+        upper, lower = self._window(masses, first)
+        longest = max(upper.max() - lower.min() + 1, masses.shape[1])
         size = next_fast_len(int(longest), real=True)
-        transforms = np.stack([_centred(loss, size) for loss in losses])
-        kept = np.array([1.0 - loss.infinite for loss in losses])
+        # entry k stands for the loss k * step, modulo the size
+        padded = np.pad(masses, ((0, 0), (0, size - masses.shape[1])))
+        transforms = rfft(np.roll(padded, -self._half, axis=1))
+        finite_masses = np.array([1.0 - loss.infinite for loss in self._losses[direction]])
+        # the frequencies at which anything is left of the first rounds
+        kept = np.abs(transforms[: self.levels]).max(axis=0) ** first > _NOTHING
+        dropped = _NOTHING * len(kept)
+        transforms = transforms[:, kept]
         power, others = np.ones(transforms.shape[1], complex), np.zeros(transforms.shape[1])
         finite = 1.0
 
-        def release(weights: np.ndarray, count: int) -> None:
+        def release(rows: np.ndarray, counts: np.ndarray) -> None:
             nonlocal power, others, finite
-            some = np.flatnonzero(weights)
-            one = sum(weights[i] * transforms[i] for i in some.tolist())
-            modulus = np.minimum(np.abs(one), 1.0)
+            some = np.flatnonzero(rows.any(axis=0))
+            each = (rows[:, some] @ transforms[some].view(float)).view(complex)
+            moduli = np.clip(np.abs(each), _LEAST_MODULUS, 1.0)
             # the sum over losses of the product of the moduli of all others
-            less = np.minimum(np.abs(power), 1.0)
-            others = others * modulus**count + less * count * modulus ** (count - 1)
-            power = power * one**count
-            finite *= (weights[some] @ kept[some]) ** count
+            less = (counts[:, None] / moduli).sum(axis=0)
+            many = counts > 1
+            for transform in (each, moduli):
+                transform[many] **= counts[many, None]
+            others = (others + np.minimum(np.abs(power), 1.0) * less) * moduli.prod(axis=0)
+            power = power * each.prod(axis=0)
+            finite *= np.prod((rows @ finite_masses) ** counts)
 
-        rows = np.pad(self._weights, ((0, 0), (0, len(losses) - levels)))
-        if len(losses) > levels:
-            release(np.eye(len(losses))[-1], 1)
-        same, counts = np.unique(rows[: first - 1], axis=0, return_counts=True)
-        for weights, count in zip(same, counts.tolist(), strict=True):
-            release(weights, count)
-        for place, weights in enumerate(rows[first - 1 :]):
-            release(weights, 1)
-            top = int(upper[place])
-            composed = irfft(power, size)
+        if len(masses) > self.levels:
+            release(np.eye(len(masses))[-1:], np.ones(1))
+        _, place, counts = np.unique(self._mus[: first - 1], return_index=True, return_counts=True)
+        block = max(1, _BLOCK // transforms.shape[1])
+        for start in range(0, len(place), block):
+            release(self._weights[place[start : start + block]], counts[start : start + block])
+        for weights, top in zip(self._weights[first - 1 :], upper.tolist(), strict=True):
+            release(weights[None], np.ones(1))
+            spectrum = np.zeros(len(kept), complex)
+            spectrum[kept] = power
+            composed = irfft(spectrum, size)
             loss = LossDistribution(self.step, composed, 0.0)
-            off = pld._WINDOW + pld._rounding(2 * others, 0) + (1.0 - finite)
+            off = pld._WINDOW + pld._rounding(2 * others, 0) + dropped + (1.0 - finite)
             yield loss._finite(composed[: top + 1], top, top) + off
 
-    def _window(
-        self, losses: Sequence[LossDistribution], first: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _window(self, masses: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
         """The grid indices that the sums are above, or below, with probability at most 1e-15, after
-        `first`, ..., T rounds (Chernoff, by the best of some orders).
+        `first`, ..., T rounds (Chernoff, by the best of some orders). `masses` float64 [levels, and
+        the Gaussian over everyone, 2n + 1].
         """
         surprise = math.log(1 / pld._WINDOW)
-        levels = self._weights.shape[1]
+        rounds = len(self._weights)
         best = self.step * math.sqrt(2 * surprise / self._variance)  # if the sum were Gaussian
-        halves = np.array([len(loss.masses) // 2 for loss in losses])
-        least, longest = 1 / halves.max(), 100 / halves.max()
-        early = math.sqrt(len(self._weights) / first)
-        orders = np.geomspace(min(0.3 * best, least), max(3 * best * early, longest), _ORDERS)
-        with np.errstate(divide="ignore"):
-            logs = [np.log(loss.masses) for loss in losses]
-            shared = np.log(self._weights)
-        most = (self._weights > 0) @ halves[:levels]
-        largest = most.cumsum()[first - 1 :] + halves[levels:].sum()
+        largest = (np.arange(first, rounds + 1) + (len(masses) - self.levels)) * self._half
+        early = math.sqrt(rounds / first)
+        least, most = min(0.3 * best, 1 / self._half), max(3 * best * early, 100 / self._half)
+        # no e^(order index) overflows
+        orders = np.geomspace(least, min(most, 600 / self._half), _ORDERS)
+        index = np.arange(-self._half, self._half + 1)
         ends = []
         for sign in (1, -1):
 
             def bound(i: int, sign: int = sign) -> np.ndarray:
-                means = np.array(
-                    [
-                        pld._log_sum(log + sign * orders[i] * np.arange(-half, half + 1))
-                        for log, half in zip(logs, halves.tolist(), strict=True)
-                    ]
-                )
-                spent = np.logaddexp.reduce(shared + means[:levels], axis=1).cumsum()
-                return (spent[first - 1 :] + means[levels:].sum() + surprise) / orders[i]
+                means = masses @ np.exp(sign * orders[i] * index)
+                spent = np.log(self._weights[:, : self.levels] @ means[: self.levels]).cumsum()
+                once = np.log(means[self.levels :]).sum()
+                return (spent[first - 1 :] + once + surprise) / orders[i]
 
             ends.append(np.ceil(np.minimum(pld.least_bound(bound, _ORDERS), largest)).astype(int))
         return np.maximum(ends[0], 1), np.minimum(-ends[1], 0)
@@ -169,13 +184,3 @@ def _stds(levels: np.ndarray, pairs: Sequence[Sequence[CurvePair]]) -> np.ndarra
     some = np.unique(np.linspace(0, len(levels) - 1, 5).astype(int))
     known = [pld.discretise(*pairs[place][0]).std() for place in some]
     return np.exp(np.interp(np.log(levels), np.log(levels[some]), np.log(known)))
-
-
-def _centred(loss: LossDistribution, size: int) -> np.ndarray:
-    """The Fourier transform of a loss whose entry k stands for the loss k * step, modulo `size`."""
-    from scipy.fft import rfft
-
-    masses = np.zeros(size)
-    half = len(loss.masses) // 2
-    np.add.at(masses, np.arange(-half, half + 1) % size, loss.masses)
-    return rfft(masses)

@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -44,7 +44,9 @@ class Pld(Accountant):
         if event.mus:
             first, last = int(counts[0]), int(counts[-1])
             unequal = _unequal(event, last)
-            tails = (unequal.deltas(d, first) for d in range(unequal.directions))
+            tails: Iterable[Iterable[np.ndarray]] = ([end] for end in unequal.ends)
+            if first < last:
+                tails = (unequal.deltas(d, first) for d in range(unequal.directions))
             composed = np.max(
                 [[pld.epsilon_at(delta, unequal.step, each) for each in one] for one in tails],
                 axis=0,
@@ -77,8 +79,7 @@ class Pld(Accountant):
             return TradeOff.gaussian(float(event.unamplified(count)))
         if event.mus:
             unequal = _unequal(event, count)
-            ends = [next(unequal.deltas(d, count)) for d in range(unequal.directions)]
-            return TradeOff.of_directions(unequal.step, ends)
+            return TradeOff.of_directions(unequal.step, unequal.ends)
         times, part = _charged(event, count)
         losses = _losses(event, times, part, 1.0)
         return TradeOff.of_directions(losses[0].step, [loss.deltas(times) for loss in losses])
