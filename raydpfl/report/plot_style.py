@@ -317,7 +317,7 @@ def scale(axes: Axes, which: str, measured: Quantity, values: Any, log: bool | N
     ratio = finite.max() / finite.min() if len(finite) and finite.min() > 0 else 0.0
     wide = measured.wide and ratio >= DECADES
     logarithmic = bool(ratio and (wide if log is None else log))
-    axes.set(**{f"{which}label": measured.label})
+    axes.set(**{f"{which}label": textwrap.fill(measured.label, CHARACTERS // 2)})
     axis = getattr(axes, f"{which}axis")
     if logarithmic:
         axes.set(**{f"{which}scale": "log"})

@@ -22,6 +22,7 @@ class Points(PlotItem):
     """
 
     axes_named: ClassVar[tuple[str, ...]] = ("x", "colour", "facet")
+    aside: ClassVar[float] = 3  # points of print between lines at one label: equal ones are seen
 
     kind: str = "points"
     of: str = "test_accuracy"
@@ -70,10 +71,17 @@ class Points(PlotItem):
         with_bars(axes, points, drawn)
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
+        from matplotlib.transforms import ScaledTranslation
+
         places, cells = common
-        for group in sorted(panel.groups, key=lambda group: group.place):
+        for rank, group in enumerate(sorted(panel.groups, key=lambda group: group.place)):
             points = [(places[case.labels[self.x]], case.number(self.of)) for case in group.cases]
+            others = {*axes.lines, *axes.collections}
             self.connect(axes, np.array(points, np.float64), look(group.place))
+            aside = self.aside / 72 * (rank - (len(panel.groups) - 1) / 2)
+            moved = axes.transData + ScaledTranslation(aside, 0, axes.figure.dpi_scale_trans)
+            for artist in {*axes.lines, *axes.collections} - others:
+                artist.set_transform(moved)
         label_axis(axes, self.across(), places, self.log)
         scale(axes, "y", quantity(self.of), [y for cell in cells for y in reached(cell)])
 
@@ -146,6 +154,7 @@ class Searched(Points):
 
     word: ClassVar[str] = "searched"
     best: ClassVar[str] = "best"
+    aside: ClassVar[float] = 0
 
     kind: str = ""
     colour: str = OTHERS
