@@ -7,6 +7,7 @@ the config that the directory holds.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -393,12 +394,17 @@ def trained(trials: Path) -> dict[str, bool]:
             if ledger.is_dir() or ledger.stat().st_size:
                 runs[folder.name] = True
         elif folder.is_dir() and _has_rounds(folder):
+            path = folder / "config.yaml"
             try:
-                config = read(folder / "config.yaml")
-                runs[folder.name] = Experiment.from_dict(config, imports=()).private
-            except ConfigError:
+                runs[folder.name] = _private(path, path.stat().st_mtime_ns)
+            except (OSError, ConfigError):
                 runs[folder.name] = True
     return runs
+
+
+@functools.cache  # a sweep asks every few seconds, of all of its trials
+def _private(config: Path, changed: int) -> bool:
+    return Experiment.from_dict(read(config), imports=()).private
 
 
 def _has_rounds(folder: Path) -> bool:
