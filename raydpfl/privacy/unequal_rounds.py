@@ -14,6 +14,7 @@ own levels.
 True
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -54,21 +55,25 @@ class Rounds:
         pairs = [curves(mu) for mu in levels.tolist()]
         self.directions = len(pairs[0])
         self._variance = weights.sum(axis=0) @ _stds(levels, pairs) ** 2 + once**2
-        # the round of the least noise reaches furthest; what another had beyond is at infinity
-        furthest = pairs[levels.argmax() :: self.levels]
+        # a loss reaches less than in proportion to mu; what is beyond counts as infinite
+        furthest = int(levels.argmax())
+        reaches = levels / levels[furthest] * _reach(pairs[furthest])
         if once:
             gaussian: CurvePair = (lambda epsilon: pld.gaussian_delta(epsilon, once),) * 2
             pairs.append((gaussian,) * self.directions)
-            furthest.append(pairs[-1])
-        reach = max(pld._reach(curve) for kind in furthest for pair in kind for curve in pair)
+            reaches = np.append(reaches, _reach(pairs[-1]))
         step = math.sqrt(self._variance / (len(mus) + (once > 0))) / pld._STEPS_PER_STD
-        self.step = max(step, reach / pld._MOST_POINTS)
-        self._half = max(1, math.ceil(reach / self.step))
+        self.step = max(step, reaches.max() / pld._MOST_POINTS)
+        sizes = np.maximum(np.ceil(reaches / self.step), 1).astype(int).tolist()
+        self._half = half = max(sizes)
         # by direction, of every level and, at last, of the Gaussian over everyone
-        self._losses = [
-            [pld._on_grid(*kind[d], self.step, self._half) for kind in pairs]
-            for d in range(self.directions)
-        ]
+        self._masses = np.zeros((self.directions, len(pairs), 2 * half + 1))
+        self._finite = np.empty((self.directions, len(pairs)))
+        for d, (i, n) in itertools.product(range(self.directions), enumerate(sizes)):
+            up, down = pairs[i][d]
+            loss = pld._on_grid(up, down, self.step, n)
+            self._masses[d, i, half - n : half + n + 1] = loss.masses
+            self._finite[d, i] = 1.0 - loss.infinite
 
     @property
     def coarse(self) -> bool:
@@ -86,14 +91,13 @@ class Rounds:
         """
         from scipy.fft import irfft, next_fast_len, rfft
 
-        masses = np.array([loss.masses for loss in self._losses[direction]])
+        masses = self._masses[direction]
         upper, lower = self._window(masses, first)
         longest = max(upper.max() - lower.min() + 1, masses.shape[1])
         size = next_fast_len(int(longest), real=True)
         # entry k stands for the loss k * step, modulo the size
         padded = np.pad(masses, ((0, 0), (0, size - masses.shape[1])))
         transforms = rfft(np.roll(padded, -self._half, axis=1))
-        finite_masses = np.array([1.0 - loss.infinite for loss in self._losses[direction]])
         # the frequencies at which anything is left of the first rounds
         kept = np.abs(transforms[: self.levels]).max(axis=0) ** first > _NOTHING
         dropped = _NOTHING * len(kept)
@@ -113,7 +117,7 @@ class Rounds:
                 transform[many] **= counts[many, None]
             others = (others + np.minimum(np.abs(power), 1.0) * less) * moduli.prod(axis=0)
             power = power * each.prod(axis=0)
-            finite *= np.prod((rows @ finite_masses) ** counts)
+            finite *= np.prod((rows @ self._finite[direction]) ** counts)
 
         if len(masses) > self.levels:
             release(np.eye(len(masses))[-1:], np.ones(1))
@@ -177,6 +181,11 @@ def in_levels(mus: np.ndarray, convex: bool, most: int) -> tuple[np.ndarray, np.
     weights[rounds, above] = share
     weights[rounds, above - 1] = 1 - share
     return levels, weights
+
+
+def _reach(pairs: Sequence[CurvePair]) -> float:
+    """The largest loss, of all directions."""
+    return max(pld._reach(curve) for pair in pairs for curve in pair)
 
 
 def _stds(levels: np.ndarray, pairs: Sequence[Sequence[CurvePair]]) -> np.ndarray:
