@@ -716,6 +716,16 @@ def test_verdicts_stand_on_the_page_with_their_intervals_and_what_computed_them(
     assert tiles["claims that hold"] == ("1 of 2", "1 not run")
 
 
+def test_lines_of_one_label_stand_side_by_side_so_that_equal_ones_are_seen(items):
+    axes = whole(items["test_accuracy-over-data"]).axes[0]
+    lines = [line for line in axes.lines if line.get_linestyle() != "None" and len(line.get_xdata())]
+    assert len(lines) == len(ARMS)
+    (first, *_), *_ = (line.get_xydata() for line in lines)
+    places = [line.get_transform().transform((first[0], 0.5))[0] for line in lines]
+    apart = np.diff(places) * 72 / axes.figure.dpi  # in points of print
+    assert apart == pytest.approx(3) and len({tuple(line.get_xdata()) for line in lines}) == 1
+
+
 def test_a_point_is_a_cell_over_another_number_of_it(items):
     figure = whole(items["test_accuracy-over-rounds.snr"])
     points = [line.get_xydata() for line in figure.axes[0].lines]
