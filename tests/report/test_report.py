@@ -718,7 +718,8 @@ def test_verdicts_stand_on_the_page_with_their_intervals_and_what_computed_them(
 
 def test_lines_of_one_label_stand_side_by_side_so_that_equal_ones_are_seen(items):
     axes = whole(items["test_accuracy-over-data"]).axes[0]
-    lines = [line for line in axes.lines if line.get_linestyle() != "None" and len(line.get_xdata())]
+    lines = [line for line in axes.lines if line.get_linestyle() != "None"]
+    lines = [line for line in lines if len(line.get_xdata())]
     assert len(lines) == len(ARMS)
     (first, *_), *_ = (line.get_xydata() for line in lines)
     places = [line.get_transform().transform((first[0], 0.5))[0] for line in lines]
