@@ -124,6 +124,8 @@ class LossDistribution:
         rounds]; infinite where delta is out of reach.
         """
         tilted = is_small(delta, last)
+        if self.infinite == 1:
+            return np.full(len(range(first, last + 1, self.every)), math.inf)
         epsilons: list[float] = []
         while first <= last:
             # numbers of rounds that one order suits
@@ -137,6 +139,8 @@ class LossDistribution:
         """Delta at `epsilon` after `rounds` rounds; `near` is about what it is, which says how it
         is computed.
         """
+        if self.infinite == 1:
+            return 1.0
         loss = self._tilted(near, rounds) if is_small(near, rounds) else self
         deltas = loss.deltas(rounds)
         place = epsilon / self.step

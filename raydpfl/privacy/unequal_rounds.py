@@ -96,8 +96,13 @@ class Rounds:
         longest = max(upper.max() - lower.min() + 1, masses.shape[1])
         size = next_fast_len(int(longest), real=True)
         # entry k stands for the loss k * step, modulo the size
-        padded = np.pad(masses, ((0, 0), (0, size - masses.shape[1])))
-        transforms = rfft(np.roll(padded, -self._half, axis=1))
+        transforms = np.empty((len(masses), size // 2 + 1), complex)
+        centred = np.zeros(size)
+        for row, transform in zip(masses, transforms, strict=True):
+            centred[: self._half + 1], centred[size - self._half :] = np.split(
+                np.roll(row, -self._half), [self._half + 1]
+            )
+            transform[:] = rfft(centred)
         # the frequencies at which anything is left of the first rounds
         kept = np.abs(transforms[: self.levels]).max(axis=0) ** first > _NOTHING
         dropped = _NOTHING * len(kept)

@@ -203,6 +203,12 @@ def test_poisson_pld_is_at_most_fixed_pld_is_at_most_fixed_rdp(draw):
     assert second <= third * (1 + 1e-3) + 1e-6
 
 
+def test_a_loss_that_is_beyond_every_grid_costs_what_known_cohorts_do():
+    sure = Mechanism(Sampling("with_replacement", 1, 90), (Query("updates", 1.0, 0.01),), 1)
+    spent = epsilon(sure, "replace_one", 1e-100)
+    assert spent == pytest.approx(float(gaussian_epsilon(2 * 90 / 0.01, 1e-100)))
+
+
 def test_draws_with_replacement_reduce_to_the_cases_they_contain():
     once = epsilon(at_mu("with_replacement", 0.7, 200, 1, 50), "replace_one", 1e-5)
     assert once == pytest.approx(

@@ -162,3 +162,11 @@ def test_a_class_says_the_std_of_each_round_and_is_held_to_it(tmp_path):
     assert result.rounds["noise_std"].to_pylist() == pytest.approx([2, 1, 2 / 3, 0.5])
     with pytest.raises(Exception, match=r"round 1 has .*was accounted for"):
         run(experiment(noise={**noise, "keeps": False}), tmp_path / "less")
+
+
+@pytest.mark.parametrize(("q", "relation"), [(1, "replace_one"), (20, "add_remove")])
+def test_at_any_delta_a_schedule_spends_at_most_what_all_rounds_of_its_least_noise_do(q, relation):
+    factors = tuple(np.geomspace(0.5, 0.6, 10))
+    for delta in (1e-5, 1e-13):
+        spent = epsilon(of("poisson", 1000, q, 1.0, factors), relation, delta)
+        assert 0 < spent <= epsilon(of("poisson", 1000, q, 0.5, (), 10), relation, delta)

@@ -54,6 +54,8 @@ class Pld(Accountant):
             far = pld.is_small(delta, last) or np.isinf(composed).any()
             if _by_rdp(event) and (far or _loose(event, [unequal])):
                 composed = np.minimum(composed, Rdp().curve(event, delta, counts))
+            if far:  # rounds of the least noise spend no less
+                composed = np.minimum(composed, self._spent(replace(event, mus=()), delta, counts))
             return composed
         times, parts = event.sampling.scheme.charged(event.sampling, counts)
         spent = np.empty(len(counts))
