@@ -268,15 +268,16 @@ class Budget:
 
     def _scale(self, name: str, view: ObserverView, place: int) -> float:
         """The factor on the noise multiplier that an accountant asks for against an observer;
-        infinite where a survey alone spends more against it, no proof is known, or sums of integers
-        do for the first observer alone.
+        infinite where a survey alone spends more against it, no proof is known, sums of integers do
+        for the first observer alone, or none is enough by rdp where pld is asked too.
         """
         seen = view.mechanism
         try:
             z = noise_for(self._target, seen, view.relation, self.delta, name, view.rounds)
         except ConfigError as refusal:
             coarse = seen.integer and place and refusal.field in ("target", "noise.bits")
-            alone = refusal.field == "target" and (seen.survey or seen.unproved)
+            looser = name != "pld" and not covers("pld", seen, view.relation)
+            alone = refusal.field == "target" and (seen.survey or seen.unproved or looser)
             if not (coarse or alone):
                 raise
             return math.inf

@@ -244,6 +244,12 @@ def test_what_an_accountant_does_not_cover_is_shown_with_the_reason_and_no_numbe
     assert reason in shown(found) and "inf" not in shown(found)
 
 
+def test_rdp_has_no_noise_where_pld_alone_has_enough():
+    everyone = {"population": 10, "cohort": 10, "sampling": "full"}
+    found = by_accountant(ask("client", everyone, 100, epsilon=1e-3, delta=1e-12))
+    assert found["rdp"].noise_multiplier == math.inf > found["pld"].noise_multiplier > 0
+
+
 @pytest.mark.parametrize("mu", [0.2, 1.0, 3.0])
 def test_the_sentence_bounds_what_the_best_test_detects(mu):
     """Full participation, one round: the best test of N(0, 1) against N(mu, 1) at 5% false alarms
