@@ -101,6 +101,8 @@ class Pld(Accountant):
             far = pld.is_small(composed, count)
             if _by_rdp(event) and (far or _loose(event, [_unequal(event, count)])):
                 composed = min(composed, Rdp().delta_of(event, epsilon, count))
+            if far:  # rounds of the least noise spend no less
+                composed = min(composed, self._delta_of(replace(event, mus=()), epsilon, count))
             return composed
         rounds, part = _charged(event, count)
         bounds = [loss.chernoff(epsilon, rounds) for loss in _losses(event, rounds, part, 1.0)]
