@@ -123,9 +123,9 @@ class LossDistribution:
         """Epsilon at `delta` after first, first + every, ..., last rounds, float64 [numbers of
         rounds]; infinite where delta is out of reach.
         """
-        tilted = is_small(delta, last)
-        if self.infinite == 1:
+        if self.infinite == 1:  # nothing is on the grid
             return np.full(len(range(first, last + 1, self.every)), math.inf)
+        tilted = is_small(delta, last)
         epsilons: list[float] = []
         while first <= last:
             # numbers of rounds that one order suits

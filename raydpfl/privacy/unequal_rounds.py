@@ -28,7 +28,7 @@ LEVELS = 128
 _ORDERS = 24  # of Chernoff bounds on a window
 _BLOCK = 1 << 22  # rounds times frequencies that are in memory at once
 _NOTHING = 1e-40  # of a transform, in modulus
-_LEAST_MODULUS = 1e-16  # of a transform, in the bound on rounding
+_LEAST_MODULUS = 1e-16  # of a transform, below which it is rounding
 
 
 class Rounds:
@@ -99,12 +99,12 @@ class Rounds:
         transforms = np.empty((len(masses), size // 2 + 1), complex)
         centred = np.zeros(size)
         for row, transform in zip(masses, transforms, strict=True):
-            centred[: self._half + 1], centred[size - self._half :] = np.split(
-                np.roll(row, -self._half), [self._half + 1]
-            )
+            centred[: self._half + 1] = row[self._half :]
+            centred[size - self._half :] = row[: self._half]
             transform[:] = rfft(centred)
-        # the frequencies at which anything is left of the first rounds
-        kept = np.abs(transforms[: self.levels]).max(axis=0) ** first > _NOTHING
+        # the frequencies at which anything is left of the first rounds, rounding included
+        largest = np.abs(transforms[: self.levels]).max(axis=0)
+        kept = np.maximum(largest, _LEAST_MODULUS) ** first > _NOTHING
         dropped = _NOTHING * len(kept)
         transforms = transforms[:, kept]
         power, others = np.ones(transforms.shape[1], complex), np.zeros(transforms.shape[1])

@@ -721,10 +721,10 @@ def test_lines_of_one_label_stand_side_by_side_so_that_equal_ones_are_seen(items
     lines = [line for line in axes.lines if line.get_linestyle() != "None"]
     lines = [line for line in lines if len(line.get_xdata())]
     assert len(lines) == len(ARMS)
-    (first, *_), *_ = (line.get_xydata() for line in lines)
-    places = [line.get_transform().transform((first[0], 0.5))[0] for line in lines]
-    apart = np.diff(places) * 72 / axes.figure.dpi  # in points of print
-    assert apart == pytest.approx(3) and len({tuple(line.get_xdata()) for line in lines}) == 1
+    place = lines[0].get_xdata()[0], 0.5
+    places = [line.get_transform().transform(place)[0] for line in lines]
+    gaps = np.diff(places) * 72 / axes.figure.dpi  # in points of print
+    assert gaps == pytest.approx(3) and len({tuple(line.get_xdata()) for line in lines}) == 1
 
 
 def test_a_point_is_a_cell_over_another_number_of_it(items):

@@ -22,7 +22,7 @@ class Points(PlotItem):
     """
 
     axes_named: ClassVar[tuple[str, ...]] = ("x", "colour", "facet")
-    aside: ClassVar[float] = 3  # points of print between lines at one label: equal ones are seen
+    dodge: ClassVar[float] = 3  # points of print between lines at one label: equal ones are seen
 
     kind: str = "points"
     of: str = "test_accuracy"
@@ -78,8 +78,8 @@ class Points(PlotItem):
             points = [(places[case.labels[self.x]], case.number(self.of)) for case in group.cases]
             others = {*axes.lines, *axes.collections}
             self.connect(axes, np.array(points, np.float64), look(group.place))
-            aside = self.aside / 72 * (rank - (len(panel.groups) - 1) / 2)
-            moved = axes.transData + ScaledTranslation(aside, 0, axes.figure.dpi_scale_trans)
+            inches = self.dodge / 72 * (rank - (len(panel.groups) - 1) / 2)
+            moved = axes.transData + ScaledTranslation(inches, 0, axes.figure.dpi_scale_trans)
             for artist in {*axes.lines, *axes.collections} - others:
                 artist.set_transform(moved)
         label_axis(axes, self.across(), places, self.log)
@@ -154,7 +154,7 @@ class Searched(Points):
 
     word: ClassVar[str] = "searched"
     best: ClassVar[str] = "best"
-    aside: ClassVar[float] = 0
+    dodge: ClassVar[float] = 0
 
     kind: str = ""
     colour: str = OTHERS
