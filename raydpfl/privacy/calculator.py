@@ -117,9 +117,13 @@ class Budget:
 
     def __post_init__(self) -> None:
         self._target = self.epsilon or 0.0
+        self._refusal: ConfigError | None = None
         self.answers = tuple(self._answers(self.asked, self.unknown))
-        covered = (each for each in self.answers if math.isfinite(each.guarantee.epsilon))
-        first = next(covered, self.answers[0])
+        covered = [each for each in self.answers if math.isfinite(each.guarantee.epsilon)]
+        enough = [each for each in covered if math.isfinite(each.noise_multiplier)]
+        if self._refusal and all(each.guarantee.accountant not in RIGOROUS for each in enough):
+            raise self._refusal
+        first = (enough or covered or self.answers)[0]
         if first.rounds == 0:
             expected = f"at least {first.guarantee.epsilon:.4g}, which one round spends; "
             raise ConfigError("epsilon", self.epsilon, f"{expected}or more noise")
@@ -280,6 +284,7 @@ class Budget:
             alone = refusal.field == "target" and (seen.survey or seen.unproved or looser)
             if not (coarse or alone):
                 raise
+            self._refusal = self._refusal or refusal
             return math.inf
         return z / seen.noise_multiplier
 

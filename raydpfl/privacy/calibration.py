@@ -17,7 +17,7 @@ from raydpfl.privacy.search import last, narrowed
 from raydpfl.privacy.types import Relation
 from raydpfl.storage.files import cache_root, check, keep_json, kept_json
 
-_VERSION = 6  # of what noise_for returns for the same question: part of the cache's key
+_VERSION = 7  # of what noise_for returns for the same question: part of the cache's key
 _TOLERANCE = 1e-4  # relative, of z
 MOST_ROUNDS = 1 << 20
 
@@ -125,8 +125,7 @@ def _search(
             expected += f"spends {least:.4g}" if math.isfinite(least) else "has no guarantee"
             raise ConfigError("noise.bits", most.integer.bits, f"{expected} {run}")
     if high[1] > 0 and most.private and math.isinf(spent(most.noise_multiplier)):
-        expected = f"more, or rdp as the first accountant: {UNREACHED.format(accountant)} {run}"
-        raise ConfigError("delta", delta, expected)
+        raise ConfigError("delta", delta, f"more: {UNREACHED.format(accountant)} {run}")
     others = [f"the {query.name}" for query in mechanism.queries if query.per_client]
     others += [f"the {mechanism.survey}"] if mechanism.survey else []
     if others:

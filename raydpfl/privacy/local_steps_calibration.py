@@ -203,7 +203,7 @@ def _excess(
         spent = by.curve(replace(event, mu=2 * math.exp(-x)), delta, np.array([count]))[0]
         # so much more noise than expected changes nothing any more
         if math.isinf(spent) and x > start + 5:
-            expected = f"more, or rdp as the first accountant: {UNREACHED.format(by.name)}"
+            expected = f"more: {UNREACHED.format(by.name)}"
             raise ConfigError("delta", delta, f"{expected} after {event.gaussians * count} steps")
         return min(max(math.log(max(spent, 1e-9 * aim) / aim), -20.0), 20.0)
 

@@ -33,6 +33,7 @@ from raydpfl.privacy import (
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.privacy.group import together as of_person
 from raydpfl.privacy.mechanism import Event
+from raydpfl.privacy.sampling.with_replacement import SamplingWithReplacement
 
 RELATIONS = privacy_accountant.NeighboringRelation
 NATURAL = {
@@ -203,8 +204,17 @@ def test_poisson_pld_is_at_most_fixed_pld_is_at_most_fixed_rdp(draw):
     assert second <= third * (1 + 1e-3) + 1e-6
 
 
+class WithoutWorst(SamplingWithReplacement):
+    """Draws with replacement, of whose worst cohorts nothing is said."""
+
+    kind = "without_worst"
+
+    def moved(self, sampling, relation):
+        return math.inf
+
+
 def test_a_loss_that_is_beyond_every_grid_is_infinite():
-    sure = Mechanism(Sampling("with_replacement", 1, 90), (Query("updates", 1.0, 0.01),), 1)
+    sure = Mechanism(Sampling(WithoutWorst(), 1, 90), (Query("updates", 1.0, 0.01),), 1)
     assert epsilon(sure, "replace_one", 1e-100) == math.inf
     assert delta(sure, "replace_one", 1e3) == 1.0
 
@@ -239,14 +249,24 @@ def test_extreme_noise_is_accounted_for_too(mu):
 
 
 def test_a_delta_out_of_numerical_reach_gives_infinity_not_a_number_too_small():
-    """Of draws with replacement, whose curve has a floor: what it costs to be drawn too often."""
-    drawn = mechanism("with_replacement")
+    """Of a curve with a floor: what it costs to be drawn too often."""
+    drawn = mechanism(WithoutWorst())
     assert epsilon(drawn, "replace_one", 1e-20) == math.inf
     hidden, known = guarantees(drawn, "replace_one", 1e-20, accountants=["pld"])
     assert hidden.epsilon == math.inf and hidden.conditions_failed == (
         "delta is too small for pld to tell an epsilon in double precision",
     )
     assert math.isfinite(known.epsilon) and not known.conditions_failed
+    with pytest.raises(ConfigError, match=r"^delta = 1e-20: expected more: .* too small for pld"):
+        noise_for(1.0, drawn, "replace_one", 1e-20)
+
+
+def test_draws_with_replacement_spend_at_most_what_all_of_them_of_one_client_do():
+    hidden, known = guarantees(
+        mechanism("with_replacement"), "replace_one", 1e-20, accountants=["pld"]
+    )
+    worst = float(gaussian_epsilon(80 * math.sqrt(100) * 2 / 4, 1e-20))
+    assert hidden.epsilon == pytest.approx(worst) and known.epsilon == pytest.approx(worst)
 
 
 @pytest.mark.parametrize("target", [1e-12, 1e-16, 1e-30, 1e-100, 1e-250])

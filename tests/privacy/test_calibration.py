@@ -113,10 +113,3 @@ def test_a_delta_at_which_any_noise_will_do_is_said_to_be_too_large():
     less = r"^delta = 0\.001: expected less: .* any noise, however small, .* epsilon 5 in 1 rounds"
     with pytest.raises(ConfigError, match=less):
         noise_for(5.0, mechanism(population=10_000, cohort=1, rounds=1), "replace_one", 1e-3)
-
-
-def test_a_delta_that_the_accountant_cannot_resolve_is_said_to_be_too_small():
-    """Of a curve with a floor: below delta 1e-15 what pld moves to infinity is more than delta."""
-    more = "^delta = 1e-30: expected more, or rdp as the first accountant: .* too small for pld"
-    with pytest.raises(ConfigError, match=more):
-        noise_for(1.0, mechanism("with_replacement", 60, 30, rounds=1), "replace_one", 1e-30)

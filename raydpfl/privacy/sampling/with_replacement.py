@@ -43,6 +43,9 @@ class SamplingWithReplacement(SamplingScheme):
         covered = "draws with replacement are covered under replace_one only"
         return f"{covered}; nearest: replace_one, by pld"
 
+    def moved(self, sampling, relation):
+        return float(sampling.cohort)
+
     def curves(self, sampling, mu, relation):
         curve = pld.with_replacement_curve(self._likeliest(sampling), sampling.cohort, mu)
         return ((curve, curve),)
