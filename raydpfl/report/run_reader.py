@@ -231,7 +231,7 @@ class Run:
 class LabelledRun:
     """A run with its label on each axis. Runs with the same labels differ by their `seed`.
     `numbers`: what a table of results has of it; `home`: the directory of its study; `resampled`:
-    the numbers of the run in its place by resample of the tuning seeds.
+    the run in its place by resample of the tuning seeds.
     """
 
     labels: Mapping[str, str]
@@ -239,7 +239,7 @@ class LabelledRun:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
     home: Path | None = None
-    resampled: Mapping[Resample, Mapping[str, Any]] = field(default_factory=dict)
+    resampled: Mapping[Resample, "LabelledRun"] = field(default_factory=dict)
 
     def at(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Its labels on these axes, empty where it has none."""
@@ -259,7 +259,7 @@ def values_of(cases: Sequence[LabelledRun], name: str) -> SeedValues:
         {seed: case.number(name) for seed, case in seeds.items()},
         {
             key: {
-                seed: as_number(case.resampled[key].get(name))
+                seed: case.resampled[key].number(name)
                 for seed, case in seeds.items()
                 if key in case.resampled
             }

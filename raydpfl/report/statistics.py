@@ -26,19 +26,20 @@ Resample = tuple[int, ...]  # places of seeds, drawn with replacement as many as
 @dataclass(frozen=True)
 class SeedSpread:
     """The mean (NaN of none) and the sample standard deviation (n - 1; NaN below two) of `count`
-    numbers, in their units; `error`: the standard error of the mean.
+    numbers, in their units; `error`: the standard error of the mean, and its degrees of `freedom`.
     """
 
     count: int
     mean: float
     std: float
     error: float = math.nan
+    freedom: float = 1.0
 
     def half_width(self, level: float = 0.95) -> float:
         """Half of the interval in which the true mean lies: `error` times the quantile of Student's
-        t with count - 1 degrees of freedom; NaN below two numbers.
+        t; NaN below two numbers.
         """
-        return float(stdtrit(max(self.count - 1, 1), (1 + level) / 2)) * self.error
+        return float(stdtrit(self.freedom, (1 + level) / 2)) * self.error
 
     def repetition(self) -> float:
         """Half of the interval in which the mean of as many other seeds falls: both means have the
@@ -51,25 +52,29 @@ class SeedSpread:
 class SeedValues:
     """A number by seed; None and NaN stand for a run without it. `resampled`: the number by seed of
     the setting that each resample of the tuning seeds chooses, where settings were chosen.
+    `rounding`: the least standard error of the mean; default: what float32 resolves of the numbers.
     """
 
     values: Mapping[int, float | None]
     resampled: Mapping[Resample, Mapping[int, float | None]] = field(default_factory=dict)
+    rounding: float | None = None
 
     def spread(self) -> SeedSpread:
         """Over the seeds. The standard error of the mean is that of a bootstrap that draws tuning
         seeds, chooses again and draws final seeds (Efron and Tibshirani 1993, sec. 6), in closed
         form, as infinitely many draws give it:
 
-            error^2 = mean over resamples of std^2 / n + variance over resamples of their means,
+            error^2 = mean over resamples of std^2 / n + K / (K - 1) variance of their means,
 
-        with the sample variance (n - 1) of the final seeds. It is no less than what float32
-        resolves: seeds that all end in one place end there to rounding alone.
+        K the number of tuning seeds; both variances are made unbiased. Their degrees of freedom,
+        n - 1 and K - 1, are combined by Satterthwaite's formula. Seeds that all end in one place
+        end there to `rounding` alone.
         """
         numbers = _numbers(self.values)
         count, mean = len(numbers), float(np.mean(numbers)) if len(numbers) else math.nan
         std = float(np.std(numbers, ddof=1)) if count > 1 else math.nan
         error = std / math.sqrt(count) if count > 1 else math.nan
+        freedom = float(max(count - 1, 1))
         choices = {
             resample: known
             for resample, values in self.resampled.items()
@@ -80,10 +85,18 @@ class SeedValues:
             shares = shares / shares.sum()
             means = np.array([values.mean() for values in choices.values()])
             inner = np.array([values.var(ddof=1) / len(values) for values in choices.values()])
-            error = math.sqrt(shares @ inner + shares @ (means - shares @ means) ** 2)
-        if count > 1:
-            error = max(error, _RESOLUTION * float(np.abs(numbers).max()))
-        return SeedSpread(count, mean, std, error)
+            final, more = float(shares @ inner), max(len(next(iter(choices))) - 1, 1)
+            tuning = float(shares @ (means - shares @ means) ** 2) * (more + 1) / more
+            error = math.sqrt(final + tuning)
+            if error:
+                freedom = error**4 / (final**2 / freedom + tuning**2 / more)
+        return SeedSpread(count, mean, std, max(error, self._least_error), freedom)
+
+    @property
+    def _least_error(self) -> float:
+        if self.rounding is not None:
+            return self.rounding
+        return _RESOLUTION * float(np.abs(_numbers(self.values)).max(initial=0.0))
 
 
 def _numbers(values: Mapping[int, float | None]) -> np.ndarray:
@@ -118,6 +131,7 @@ def total(terms: Sequence[tuple[float, SeedValues]]) -> SeedValues:
             key: _total([(factor, each.resampled.get(key, each.values)) for factor, each in terms])
             for key in resamples
         },
+        sum(abs(factor) * each._least_error for factor, each in terms),
     )
 
 

@@ -465,10 +465,11 @@ def test_the_choice_is_by_the_mean_over_tuning_seeds_and_each_resample_has_its_o
         for row in result.resamples.to_pylist()
     }
     assert chosen == {"0 0": (0.1, 0.3), "0 1": (0.2, 0.4), "1 1": (0.2, 0.4)}
-    # the mean by resample: 0.3 with probability 1/4, else 0.4
+    # the mean by resample: 0.3 with probability 1/4, else 0.4; K / (K - 1) = 2
     spread = next(iter(runner.progress.values())).values("test_accuracy").spread()
     assert spread.mean == pytest.approx(0.4)
-    assert spread.error == pytest.approx(np.sqrt(0.25 * 0.75 * 0.1**2))
+    assert spread.error == pytest.approx(np.sqrt(2 * 0.25 * 0.75 * 0.1**2))
+    assert spread.freedom == pytest.approx(1.0)  # all of it is of two tuning seeds
 
 
 CLAIM = {"says": "Clip is ahead", "larger": {"arm": "Clip"}, "smaller": {"arm": "Free"}}

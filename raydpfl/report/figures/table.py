@@ -98,11 +98,13 @@ class TableItem(ReportItem):
         if self.best and grid.has(best):
             text += "best round. It is chosen by what is shown, on the test set, which flatters."
             tables.append(table(name_of("table", best), f"{title}, best round", text, means(best)))
-        if len(grid.across) > 1 and any(case.seed is not None for case in cases):
-            level = 1 - 0.05 / (len(grid.across) - 1)
+        others = len(grid.across) - 1
+        level = 1 - 0.05 / max(others, 1)
+        of_mean = "half of the 95 % interval of the true mean, corrected for "
+        of_mean += f"{counted(others, 'comparison')} a row."
+        if others and any(case.seed is not None for case in cases):
             text = f"Differences to {base} seed by seed, in the last rounds{points}: means over "
-            text += "the seeds that both have, and half of the 95 % interval of the true mean"
-            text += f", corrected for {counted(len(grid.across) - 1, 'comparison')} a row."
+            text += f"the seeds that both have, and {of_mean}"
             name = name_of("differences", self.of)
 
             def difference(key: Key) -> PrintedCell | None:
@@ -111,16 +113,19 @@ class TableItem(ReportItem):
 
             rows = grid.rows(difference, without=base)
             tables.append(table(name, f"{title}, against {base}", text, rows))
-        text = "All of it, a row for each cell, with half of the interval of a repetition; "
-        text += f"differences seed by seed{points}, with half of that of the true mean."
+        text = "All of it, a row for each cell, with half of the interval of a repetition"
+        text += f"; differences seed by seed{points}, with {of_mean}" if others else "."
         more = ""
         if self.published:
             more = f" Printed numbers are those of published/{self.published}; a number of another"
             more += " data set is not put next to ours."
         name = name_of("cells", self.of)
-        return [*tables, table(name, f"{title}, every cell", text, self._cells(grid, base), more)]
+        return [
+            *tables,
+            table(name, f"{title}, every cell", text, self._cells(grid, base, level), more),
+        ]
 
-    def _cells(self, grid: CellGrid, base: str) -> list[Row]:
+    def _cells(self, grid: CellGrid, base: str, level: float) -> list[Row]:
         """All numbers, a row for each cell."""
         percent = quantity(self.of).percent
         best = f"best_{self.of}"
@@ -138,7 +143,7 @@ class TableItem(ReportItem):
                 **columns("mean", mean.mean, mean.repetition()),
                 **number_cells({"std": mean.std}, percent),
                 **columns("best round", top.mean, top.repetition()),
-                **columns(f"against {base}", gain.mean, gain.half_width()),
+                **columns(f"against {base}", gain.mean, gain.half_width(level)),
                 "epsilon that holds": largest_held([case.run for case in cases]),
                 "printed": ours,
                 "printed for another task": other,

@@ -105,16 +105,20 @@ class StudySource(PageSource):
         accountings = [*dict.fromkeys(row["accounting"] for row in self.results)]
         runs: dict[str, Run] = {}
         cases = []
-        resampled: dict[tuple[Any, ...], dict[Resample, ResultRow]] = {}
+        resampled: dict[tuple[Any, ...], dict[Resample, LabelledRun]] = {}
+
+        def run_of(row: ResultRow) -> Run:
+            place = row["directory"]
+            return runs.setdefault(place, Run(self.folder / place, place, self.flaws))
+
         for row in self.resamples:
             if row["status"] in ENDED:
                 seeds = tuple(map(int, row["tuning_seeds"].split()))
-                resampled.setdefault(place_of(row), {})[seeds] = row
+                resampled.setdefault(place_of(row), {})[seeds] = LabelledRun({}, run_of(row), row)
         for row in self.results:
             if row["status"] not in ENDED:
                 continue
-            place = row["directory"]
-            run = runs.setdefault(place, Run(self.folder / place, place, self.flaws))
+            run = run_of(row)
             every = [row["accounting"]] if row["accounting"] else [*filter(None, accountings)]
             for accounting in every or [None]:
                 labels = labels_in({**row, "accounting": accounting})
