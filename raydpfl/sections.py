@@ -150,7 +150,7 @@ class Client(Section):
         default="fail",
         description=(
             "drop: the client counts with an update of 0 (scaffold: one that leaves its variate as "
-            "it is), and its noise"
+            "it is, unless it is bounded), and its noise"
         ),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import textwrap
 import time
@@ -627,7 +628,8 @@ def audit(
         _print_json(result.to_dict())
     else:
         console.print(result.text(), markup=False)
-        following = f"Audit directory: {out}\n  its page and figures:  raydpfl report {out}"
+        page = f"raydpfl report {shlex.quote(str(out))}"
+        following = f"Audit directory: {out}\n  its page and figures:  {page}"
         console.print(following, markup=False, soft_wrap=True)
     if not result.passed:
         raise RunError(
@@ -933,7 +935,8 @@ def _interrupted(error: str = "") -> str:
     here = "://" not in str(folder)
     if here and not (os.path.isdir(folder) and os.listdir(folder)):
         return f"{message} before its first round was done; nothing is left of it"
-    return f"{message}; go on with: raydpfl {_Begun.command} {folder} --resume"
+    command = f"raydpfl {_Begun.command} {shlex.quote(str(folder))} --resume"
+    return f"{message}; go on with: {command}"
 
 
 def main() -> None:

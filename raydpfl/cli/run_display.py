@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -214,9 +215,9 @@ def report(console: Console, result: RunResult, took: str = "") -> None:
 
 def following(result: RunResult) -> list[str]:
     """Where a run lies, and the commands that say more of it, or go on with it."""
-    out = result.out
+    out = shlex.quote(str(result.out))
     scores = [
-        f"Run directory: {out}",
+        f"Run directory: {result.out}",
         f"  its page and figures:  raydpfl report {out}",
         f"  next to another run:   raydpfl compare {out} DIR",
     ]
@@ -228,7 +229,8 @@ def following(result: RunResult) -> list[str]:
         override = result.experiment.noise.extension(rounds)
         command = f"raydpfl run {out} --resume rounds={2 * rounds} {override}".rstrip()
         if override is None:  # noise that is for these rounds alone
-            command = f"raydpfl run {storage.within(out, 'config.yaml')} model.init={out} --out DIR"
+            config = shlex.quote(str(storage.within(result.out, "config.yaml")))
+            command = f"raydpfl run {config} model.init={out} --out DIR"
         scores.append(f"  more rounds:           {command}")
     return scores
 

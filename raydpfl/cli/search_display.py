@@ -4,6 +4,7 @@ bar for each study, elsewhere a line per finished trial; in the end a table of t
 
 import json
 import math
+import shlex
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -250,13 +251,14 @@ def label(sweep: Sweep, key: str, value: Any) -> str:
 
 def following(result: SweepResult) -> list[str]:
     """Where a sweep lies, and the commands that say more of it."""
+    out = shlex.quote(str(result.out))
     lines = [
         f"Sweep directory: {result.out}",
-        f"  its page and figures:  raydpfl report {result.out}",
-        f"  its runs side by side: raydpfl compare {result.out}",
+        f"  its page and figures:  raydpfl report {out}",
+        f"  its runs side by side: raydpfl compare {out}",
     ]
     if result.best:
-        best = storage.within(result.out, "best.yaml")
+        best = shlex.quote(str(storage.within(result.out, "best.yaml")))
         lines.append(f"  the best setting:      raydpfl run {best}")
     return lines
 
@@ -295,12 +297,17 @@ def cells_table(result: StudyResult, most: int | None = None) -> Table:
     table.add_column("values", overflow="fold", min_width=20)
     cells = grouped(rows, lambda row: tuple(row[name] for name in names))
     resampled: dict[tuple[Any, ...], dict[Resample, dict[int, float | None]]] = {}
+
+    def score(row: dict[str, Any]) -> float | None:
+        """None of a run that failed, which has what it had before."""
+        return row.get(metric) if row["status"] != "failed" else None
+
     for row in result.resamples.to_pylist():
         choices = resampled.setdefault(tuple(row[name] for name in names), {})
         key = tuple(map(int, row["tuning_seeds"].split()))
-        choices.setdefault(key, {})[row["seed"]] = row.get(metric)
+        choices.setdefault(key, {})[row["seed"]] = score(row)
     for place, seeds in [*cells.items()][:most]:
-        values = {row["seed"]: row.get(metric) for row in seeds}
+        values = {row["seed"]: score(row) for row in seeds}
         spread = SeedValues(values, resampled.get(place, {})).spread()
         mean = metric_columns.number(metric, spread.mean) if spread.count else ""
         half = spread.repetition()

@@ -153,7 +153,7 @@ class JobServer:
         run = run or job
         place = out or known or Path("runs") / (resume or job)
         address = str(place) if storage.elsewhere(place) else None
-        folder = Path(place).absolute()
+        folder = Path(storage.named(place)).absolute()
         if not address:
             _check(folder, run)
             folder.mkdir(parents=True, exist_ok=True)
@@ -239,7 +239,9 @@ class JobServer:
         address = place if place and storage.elsewhere(place) else None
         if address and out in (None, address):
             return address
-        folder = Path(out or place or Path("runs") / job)
+        if out and storage.elsewhere(out):
+            raise ConfigError("--out", out, "a folder of this machine, for the run to come back to")
+        folder = Path(storage.named(out or place or Path("runs") / job))
         _check(folder, run)
         try:
             if address:

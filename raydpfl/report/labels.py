@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raydpfl.models.metric_columns import metric_of
+from raydpfl.models.metric_columns import metric_of, sign
 from raydpfl.privacy import column as column_of
 from raydpfl.privacy.accountants import ACCOUNTANTS
 
@@ -96,7 +96,7 @@ def quantity(name: str) -> Quantity:
     metric = metric_of(name)
     if metric is None:
         return Quantity(name, words)
-    better = metric.sign()
+    better = sign(name) or metric.sign()
     return Quantity(name, words, percent=metric.share(), wide=better < 0, better=better)
 
 

@@ -242,11 +242,14 @@ class Plan:
         if self.experiment.noise.of_seed:
             return self.seed
         side_stds = list(self.side_stds.values()) or [0.0]
+        left = self.clients_left
+        if self.experiment.selection.dropout and self.experiment.noise.drawn_by() != "client":
+            left = 0  # no release depends on it, and rounds to come may lose more clients
         facts = [
             self.seed,
             self.restart,
             self._release_config(),
-            [self.ratio, *side_stds, self.clients_left, self.weight, self.d],
+            [self.ratio, *side_stds, left, self.weight, self.d],
             self.shards.name,
             self._clients(),
             dict(self.platform),

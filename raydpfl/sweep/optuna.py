@@ -24,7 +24,7 @@ from raydpfl.errors import ConfigError, one_line
 from raydpfl.sweep.results import epsilons
 from raydpfl.sweep.spaces import Interval, Options, Space
 from raydpfl.sweep.sweep import Sweep
-from raydpfl.sweep.trials import SearchSetting, Trial, identity
+from raydpfl.sweep.trials import SearchSetting, Trial, identity, meaning
 
 LONG = 60  # characters of a value that is no number
 log = logging.getLogger("raydpfl")
@@ -132,7 +132,11 @@ class Dashboard:
         self._shown: dict[str, str] = {}  # its outcome, by setting
         self._axes = {key: self._axis(space) for key, space in sweep.spaces.items()}
         # what a resumed sweep has in common with what it was
-        self._mark = identity({"metric": sweep.search.metric, "keys": sorted(sweep.spaces)})
+        some = {key: space.probes[0] for key, space in sweep.spaces.items()}
+        searched = tuple(f"{key}." for key in some)
+        means = meaning(sweep.setting(some).experiment)
+        fixed = {k: value for k, value in means.items() if not f"{k}.".startswith(searched)}
+        self._mark = identity({"metric": sweep.search.metric, "keys": sorted(some), **fixed})
         try:
             self._open()
         except ConfigError:

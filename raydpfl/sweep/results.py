@@ -61,22 +61,24 @@ def gather(
     trials = [trial for setting in settings for trial in setting.trials]
     failed = [trial for trial in trials if trial.status == "failed"]
     best = _best(settings, sweep)
+    private = sweep.search.private
     problem = None
     if over and failed and sweep.search.on_error == "fail":
         problem = (
             f"{len(failed):,} of {counted(len(trials), 'trial')} failed, and no best setting was "
             "chosen; go on with --resume, or choose among the others with sweep.on_error=choose"
         )
-    elif over and best is None and (trials or not sweep.search.private):
+    elif over and best is None and not (private and private.runs == "poisson"):
         problem = "no setting has a result"
     runs = count_runs(trials, folder)
-    if sweep.search.private:
+    if private:
         if over and runs.all > runs.own:
             problem = "trials/ has other runs too, which no epsilon covers; take another --out"
             best = None
         best = best if over else None
         settings = [best] if best else []
         trials = [trial for setting in settings for trial in setting.trials]
+        failed = []  # as the number of trials, it is of more than the best
         runs = Runs(len(trials), len(trials), len(trials))
     states = [trial.status for trial in trials]
     summary: dict[str, Any] = {
@@ -85,6 +87,7 @@ def gather(
         "settings": len(settings),
         "trials": {state: states.count(state) for state in _SHOWN},
         "metric": sweep.search.metric,
+        "better": "larger" if sweep.sign > 0 else "smaller",
         "trained": {"runs": runs.all, "private": runs.private},
         "failed": [
             {"directory": f"trials/{trial.folder.name}", "reason": trial.failure()}
@@ -100,7 +103,7 @@ def gather(
         if over:
             summary["best_for"] = best_for(settings, sweep)
     tables = _trials(settings, sweep), _settings(settings, sweep)
-    if not sweep.search.private:  # how long it took says how many trials there were
+    if not private:  # how long it took says how many trials there were
         summary |= facts
     return SweepResult(folder, summary, problem, *tables, best, list(settings))
 

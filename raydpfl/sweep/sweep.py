@@ -56,6 +56,7 @@ _FIXED = {
     "repeats": (1, "a trial is one run"),
     "scheduler": ("none", "a trial that others stop is not independent of them"),
     "storage": (None, "it would show the other trials"),
+    "on_error": ("choose", "whether any trial failed is a fact about the data"),
 }
 
 
@@ -143,8 +144,10 @@ class Sweep:
         """As `from_dict`, but for the settings, which may be such that make no experiment."""
         tree = overridden(values, overrides)
         search = validate(Search, "sweep", tree.pop("sweep", {}))
-        if search.private and "search" not in search.model_fields_set:
-            search = search.model_copy(update={"search": "random"})
+        if search.private:
+            fixed = {"search": "random", "on_error": "choose"}
+            fixed = {k: v for k, v in fixed.items() if k not in search.model_fields_set}
+            search = search.model_copy(update=fixed)
         for name in search.model_fields_set & _ONLY_WITH.keys():
             other, expected = _ONLY_WITH[name]
             value = getattr(search, name)
@@ -355,6 +358,10 @@ class Sweep:
             stop = experiment.evaluate.stop.model_dump(mode="json")
             expected = "none with sweep.private: it ends runs by exact scores of the clients' rows"
             raise ConfigError("evaluate.stop", stop, expected)
+        others = [tracker.kind for tracker in experiment.track if tracker.kind != "tensorboard"]
+        if others:
+            expected = "tensorboard, or none, with sweep.private: others would show all trials"
+            raise ConfigError("track", others, expected)
         if experiment.noise.drawn_by() not in ("client", "server"):
             expected = "noise on what clients send, or on its sum, in every trial of sweep.private"
             raise ConfigError("noise.kind", experiment.noise.kind, expected)

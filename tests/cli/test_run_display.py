@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from raydpfl import privacy, run
 from raydpfl.cli import app, guarantee_table, run_display
+from raydpfl.methods.noise.tree_gaussian import TreeGaussian
 from raydpfl.privacy import Guarantee
 from raydpfl.privacy.guarantee import Observer, Scope
 from raydpfl.runtime import runner
@@ -147,7 +149,10 @@ def test_no_word_is_broken_on_a_terminal_and_a_command_stays_whole(result):
     for note in run_display.notes(result.guarantees, privacy.holding(result.guarantees)):
         assert set(re.findall(r"\w+", note)) <= set(re.findall(r"\w+", text)) | words
         assert note in " ".join(line.strip() for line in report)
-    assert f"  its page and figures:  raydpfl report {result.out}" in text.splitlines()
+    assert (
+        f"  its page and figures:  raydpfl report {shlex.quote(str(result.out))}"
+        in text.splitlines()
+    )
 
 
 def test_the_sentences_of_all_guarantees_stand_in_the_summary(result):
@@ -161,8 +166,14 @@ def test_the_sentences_of_all_guarantees_stand_in_the_summary(result):
 def test_more_rounds_are_asked_for_with_the_rounds_that_the_noise_is_for(result):
     more = run_display.following(result)[-1]
     assert more.endswith("--resume rounds=8 noise.rounds=4")
+    tree = result.experiment.model_copy(update={"noise": TreeGaussian(epsilon=4.0, delta=1e-3)})
+    more = run_display.following(replace(result, experiment=tree))[-1]
+    assert (
+        f"model.init={shlex.quote(str(result.out))} --out DIR" in more
+    )  # its noise is for these rounds
     told = replace(result, summary={**result.summary, "status": "stopped"})
-    assert run_display.following(told)[-1].endswith(f"raydpfl run {result.out} --resume")
+    out = shlex.quote(str(result.out))
+    assert run_display.following(told)[-1].endswith(f"raydpfl run {out} --resume")
     told = replace(result, summary={**result.summary, "reason": "evaluate.stop: ..."})
     assert "resume" not in "".join(run_display.following(told))
 

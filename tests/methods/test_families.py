@@ -6,6 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from scipy.stats import norm
 
 from raydpfl.check.contract import Broken
 from raydpfl.check.example import Example
@@ -60,7 +61,7 @@ def test_the_adaptive_bound_moves_towards_its_quantile_and_rests_there():
     assert member.adapt(1.0, {"count": 0.0}, 10, {}) == 1.0
     assert member.adapt(1.0, {"count": 5.0}, 10, {}) == pytest.approx(math.exp(-0.1))
     assert member.adapt(1.0, {"count": -5.0}, 10, {}) == pytest.approx(math.exp(0.1))
-    assert member.adapt(1.0, {"count": 40.0}, 10, {}) == pytest.approx(math.exp(-0.1))
+    assert member.adapt(1.0, {"count": 40.0}, 10, {}) == pytest.approx(math.exp(-0.8))
     fast = bounding.FAMILY["quantile_clip"](bound=1.0, lr=50.0)
     assert fast.adapt(1e-6, {"count": 5.0}, 10, {}) == 1e-12
     assert fast.adapt(1e6, {"count": -5.0}, 10, {}) == 1e15
@@ -70,6 +71,21 @@ def test_the_adaptive_bound_moves_towards_its_quantile_and_rests_there():
         answers = member.answers({"norm": norms}, bound)
         bound = member.adapt(bound, {"count": float(answers["count"].sum())}, len(norms), {})
     assert bound == pytest.approx(np.median(norms), rel=0.02)
+
+
+@pytest.mark.parametrize("quantile", [0.1, 0.9])
+def test_noise_on_the_count_does_not_drive_the_bound_away(quantile):
+    """Where it exceeds the shares that there can be, its mean is 0 all the same."""
+    member = bounding.FAMILY["quantile_clip"](bound=1.0, quantile=quantile)
+    generator = np.random.default_rng(1)
+    bounds = [1.0]
+    for _ in range(500):
+        norms = generator.lognormal(size=10)
+        count = float(member.answers({"norm": norms}, bounds[-1])["count"].sum())
+        count += generator.normal(scale=2 / (2 * math.sqrt(member.share)))  # multiplier 2
+        bounds.append(member.adapt(bounds[-1], {"count": count}, 10, {}))
+    truth = math.exp(norm.ppf(quantile))
+    assert truth / 2 < math.exp(np.log(bounds[250:]).mean()) < 2 * truth
 
 
 def test_the_grid_covers_the_largest_sum_and_is_finer_than_a_billionth_of_the_bound():

@@ -17,7 +17,7 @@ from scipy.optimize import linprog, minimize
 from raydpfl import models, run
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.methods.probes.clipping import BoundingProbe
+from raydpfl.methods.probes.clipping import BoundingProbe, of_bounding
 from raydpfl.methods.probes.heterogeneity import measured
 from raydpfl.methods.probes.trajectory import together
 from raydpfl.methods.selection.privacy_aware_solver import solve
@@ -119,6 +119,13 @@ def test_signal_angles_and_noise_of_every_client_are_those_of_their_definitions(
     assert np.allclose(rows["angle_p50"][1:].astype(float), by_round["angle"].median()[1:])
     assert clients[clients["round"] == 0]["angle"].isna().all()
     assert clients[clients["round"] > 0]["angle"].between(0, 180).all()
+
+
+def test_a_client_that_failed_is_left_out_of_the_signal():
+    columns = {"norm": np.array([1.0, 3.0, np.nan]), "bounded_norm": np.array([1.0, 3.0, 0.0])}
+    columns["noise_norm"] = np.array([2.0, 2.0, 2.0])
+    assert of_bounding(columns, None)["snr"] == 1.0
+    assert of_bounding({name: each[2:] for name, each in columns.items()}, None)["snr"] is None
 
 
 def turns_of(run: Path) -> np.ndarray:

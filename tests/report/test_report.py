@@ -25,7 +25,7 @@ from raydpfl.report import write
 from raydpfl.report.figures import Missing, Plot, parse
 from raydpfl.report.figures.round_timing import PHASES
 from raydpfl.report.html import Page, PageSection, render
-from raydpfl.report.labels import Quantity
+from raydpfl.report.labels import Quantity, quantity
 from raydpfl.report.pages import compared, page_of
 from raydpfl.report.pages.comparison import page_of_several
 from raydpfl.report.pages.run import SECTIONS
@@ -424,9 +424,9 @@ def test_the_numbers_of_a_run_are_those_of_its_summary(tmp_path):
 # ---- sweeps and audits ----
 
 
-def swept(folder, folders):
+def swept(folder, folders, first="completed"):
     rows = {"setting": [0, 1], "local.lr": [0.1, 0.2], "seed": [0, 0]}
-    rows |= {"status": ["completed"] * 2, "rounds": [6, 6], "test_accuracy": [0.5, 0.75]}
+    rows |= {"status": [first, "completed"], "rounds": [6, 6], "test_accuracy": [0.5, 0.75]}
     rows |= {"test_loss": [0.9, 0.5], "epsilon_pld": [3.0, 3.0], "seconds": [6.0, 6.0]}
     pq.write_table(pa.table(rows | {"directory": folders}), folder / "results.parquet")
     (folder / "sweep.yaml").write_text("local: {lr: {grid: [0.1, 0.2]}}\n")
@@ -446,6 +446,21 @@ def test_a_sweep_marks_its_best_and_says_what_its_choice_is_worth(tmp_path):
     assert [key.label for key in found["searched-local.lr"].keys] == ["best"]
     rows = rows_of(found, "settings")
     assert [(row["local.lr"], row["best"]) for row in rows] == [("0.2", "best"), ("0.1", "")]
+
+
+def test_a_run_that_failed_has_no_score_in_a_sweep(tmp_path):
+    """It has what it reached before."""
+    for seed, name in enumerate(("a", "b")):
+        made(tmp_path / "trials" / name, seed)
+    swept(tmp_path, ["trials/a", "trials/b"], first="failed")
+    rows = rows_of(pieces(tmp_path), "settings")
+    head = next(name for name in rows[0] if name.startswith("test accuracy"))
+    assert [row["local.lr"] for row in rows] == ["0.2", "0.1"] and not rows[1][head]
+
+
+def test_clients_that_differ_less_are_better():
+    assert quantity("client_accuracy_std").better == -1
+    assert quantity("client_accuracy_mean").better == 1
 
 
 MEMBERS = [{"kind": "clip", "bound": 1}, {"kind": "clip", "bound": 3}, {"kind": "normalize"}]

@@ -107,6 +107,13 @@ def test_the_same_release_has_the_same_noise_whatever_is_measured_and_wherever_i
         {"privacy": {"accountants": ["pld"], "budget": 900.0}},
     ):
         assert resolve(experiment(**change)).noise_seed == plan.noise_seed, change
+    # rounds to come may lose more clients, of which the server's noise does not depend
+    lossy = {
+        "selection": {"kind": "uniform", "cohort": 20, "dropout": 0.3},
+        "noise": {"kind": "gaussian", "multiplier": 1.0, "placement": "server"},
+    }
+    plan, longer = (resolve(experiment(**lossy, rounds=rounds)) for rounds in (2, 30))
+    assert plan.clients_left > longer.clients_left and plan.noise_seed == longer.noise_seed
     by_std = experiment(noise={"kind": "gaussian", "std": 1.0 / math.sqrt(20)})
     assert resolve(by_std).ratio == pytest.approx(1.0)
 

@@ -1,6 +1,7 @@
 """A sweep in a storage of Optuna: it shows what the sweep's directory has, and nothing else."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,11 @@ def test_another_study_of_the_name_and_a_storage_that_cannot_be_opened_are_refus
     sweep, _ = swept(url, [])
     with pytest.raises(ConfigError, match="without another study named out"):
         Dashboard(sweep, "out")
+    optuna.delete_study(study_name="out", storage=url)
+    Dashboard(sweep, "out")
+    tree = {**sweep.tree, "rounds": 3, "seed": 9}
+    with pytest.raises(ConfigError, match="without another study named out"):
+        Dashboard(replace(sweep, tree=tree), "out")
     for wrong in (f"sqlite:///{tmp_path}/no/such.db", "nonsense", "postgresql+none://x"):
         sweep, _ = swept(wrong, [])
         with pytest.raises(ConfigError, match=r"sweep.storage = .* that Optuna can open \("):

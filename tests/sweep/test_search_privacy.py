@@ -125,6 +125,21 @@ def test_the_result_of_a_private_search_is_the_best_run_alone(tmp_path):
     assert again.summary["model_sha256"] == best.summary["model_sha256"]
 
 
+@pytest.mark.parametrize("every", [False, True])
+def test_trials_of_a_private_search_that_failed_are_not_told(tmp_path, every):
+    runner = SweepRunner(private(seed=7), tmp_path, print)
+    runner.advance()
+    runner._spent = of_the_best(runner.sweep, None)
+    assert len(runner.trials) > 1
+    for place, trial in enumerate(runner.trials):
+        trial.status = "failed" if every or place else "completed"
+        trial.summary = {"test_accuracy": 0.5 + place, "reason": "nan"}
+    result = runner.gather(over=True)
+    assert result.summary["failed"] == [] and result.summary["trials"]["failed"] == 0
+    assert result.summary["reason"] == ("no setting has a result" if every else None)
+    assert bool(result.best) != every
+
+
 def test_a_poisson_number_may_be_none(tmp_path):
     sweeps = (private(seed=k, sweep={"private": {"runs": "poisson", "mean": 1}}) for k in range(40))
     runner = finished(next(sweep for sweep in sweeps if sweep.size == 0), tmp_path)

@@ -526,7 +526,8 @@ def test_a_claim_is_not_resolved_where_a_cell_shows_the_opposite(sign, tmp_path,
 
 def test_a_claim_is_not_run_where_none_of_its_cells_is(tmp_path, monkeypatch):
     scored(monkeypatch, lambda run: 0.5)
-    asked = Study.from_dict(two(claims=[CLAIM]), only={"arm": ["Free"]})
+    given = two(claims=[CLAIM]) | {"scales": {"small": None}}
+    asked = Study.from_dict(given, only={"arm": ["Free"]})
     assert [cell.arm for cell in asked.cells] == ["Free"]
     assert Study.from_dict(yaml.safe_load(asked.to_yaml())).cells[0].arm == "Free"
     (claim,) = played(asked, tmp_path).summary["claims"]

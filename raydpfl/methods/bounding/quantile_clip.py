@@ -49,6 +49,6 @@ class QuantileClip(Clip):
         return {"count": np.where(np.isfinite(norms), below, 0.0)}
 
     def adapt(self, bound: float, sums: Mapping[str, float], clients: float, state: State) -> float:
-        below = min(max(sums["count"] / clients + 0.5, 0.0), 1.0)
+        below = sums["count"] / clients + 0.5  # beyond [0, 1] by its noise, whose mean is then 0
         following = bound * math.exp(min(-self.lr * (below - self.quantile), 100.0))
         return min(max(following, BOUNDS[0]), BOUNDS[1])

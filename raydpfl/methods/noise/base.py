@@ -287,7 +287,7 @@ class Noise(Member):
 
     def extension(self, rounds: int) -> str | None:
         """The override by which a run of `rounds` continues for more of them with the same noise;
-        empty: none is needed. None: it cannot, as each client's noise is for its rounds.
+        empty: none is needed. None: it cannot, as its size depends on all rounds.
         """
         calibrated = self.calibrated_over(rounds)
         if calibrated is None:

@@ -19,7 +19,7 @@ from raydpfl.privacy.factorization import buffered, buffered_toeplitz
 
 class BufferedGaussian(ToeplitzGaussian):
     """Correlated noise by a buffered linear Toeplitz matrix (BLT; Dvijotham et al. 2024; McMahan,
-    Xu and Zhang 2024): C has the first column norm x (1, s_0, s_1, ...) with s_j = sum over the
+    Xu and Zhang 2024): C has the first column (1, s_0, s_1, ...) / norm with s_j = sum over the
     buffers of scale x decay^j, of norm 1 over all rounds.
 
     `epsilon`, `multiplier` and `std` are those of z. `decays` and `scales`, float [buffers] each,

@@ -35,7 +35,11 @@ class CorrelatedGaussian(Gaussian):
         expected = "rigorous: the papers have no formula for noise that is correlated over rounds"
         self._refuse("calibration", expected, "rigorous")
         self._refuse("schedule", "none with noise that is correlated over the rounds")
+        self._refuse("rounds", "none with noise that is correlated over the rounds of the run")
         return self
+
+    def extension(self, rounds: int) -> str | None:
+        return None if self.calibrated_over(rounds) else ""
 
     def span(self) -> int | None:
         """How many rounds the noise of one is correlated with, itself among them; None: all."""

@@ -195,7 +195,8 @@ class Gaussian(Noise):
         setting = facts.setting
         terms = self.terms_in(setting)
         accountants = on_sums.covering(setting, outline, terms.relation)
-        release = replace(outline, rounds=rounds).asking(facts.calibrated_surveys)
+        release = replace(outline, rounds=rounds, factors=outline.factors[: self.rounds])
+        release = release.asking(facts.calibrated_surveys)
 
         def calibrate(name: str) -> float:
             return privacy.noise_for(target, release, terms.relation, terms.delta, name, rounds)

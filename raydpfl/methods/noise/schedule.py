@@ -1,8 +1,9 @@
 """How the noise goes on from round to round."""
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from raydpfl.config.registry import Section
+from raydpfl.errors import ConfigError
 
 
 class NoiseSchedule(Section):
@@ -24,6 +25,16 @@ class NoiseSchedule(Section):
     phases: tuple[tuple[int, float], ...] = Field(
         default=(), description="pairs of a phase's first round and its factor, 1 before the first"
     )
+
+    @model_validator(mode="after")
+    def _read(self) -> "NoiseSchedule":
+        first = [t for t, _ in self.phases]
+        if min(first, default=0) < 0 or len({*first}) < len(first):
+            expected = "pairs whose first rounds are 0 or more, each once"
+            raise ConfigError("noise.schedule.phases", self.phases, expected)
+        if self.every > 1 and self.decay == 1:
+            raise ConfigError("noise.schedule.every", self.every, "1 unless decay is given")
+        return self
 
     def at(self, t: int) -> float:
         """The factor of round t, from 0."""

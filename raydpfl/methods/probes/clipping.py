@@ -112,14 +112,14 @@ def of_bounding(columns: Columns, bound: float | None) -> dict[str, float | None
     client that failed has NaN, and is left out.
     """
     row: dict[str, float | None] = dict.fromkeys(("snr", *ANGLES, *BIAS))
-    if len(columns.get("noise_norm", ())):
-        signal = np.nanmean(columns["bounded_norm"])
-        row["snr"] = float(signal / np.nanmean(columns["noise_norm"]))
+    here = np.isfinite(columns["norm"])
+    if here.any() and len(columns.get("noise_norm", ())):
+        signal = np.nanmean(columns["bounded_norm"][here])
+        row["snr"] = float(signal / np.nanmean(columns["noise_norm"][here]))
     angles = columns.get("angle", np.empty(0))
     angles = angles[np.isfinite(angles)]
     if len(angles):
         row |= {name: float(np.quantile(angles, int(name[-2:]) / 100)) for name in ANGLES}
-    here = np.isfinite(columns["norm"])
     if bound is None or not here.any():
         return row
     alpha = expected = bound / np.maximum(bound, columns["norm"][here])

@@ -7,7 +7,7 @@ from raydpfl.storage.tables import schema, write_table
 
 class SelectionProbe(Probe):
     """A row per client in selection.parquet: `samples` n_k, `share` p^u_k = n_k / sum n,
-    `probability` of each draw, `budget` epsilon_k, `variance` V_k (003 eq. 6), `noise_std`, that of
+    `probability` of each draw, `budget` epsilon_k, `variance` V_k (003 eq. 7), `noise_std`, that of
     its noise on the mean gradient of a local step, and `participations` in the run, draws counted.
 
     The summary has the `clients`, the `participants`, and of the probabilities of each draw, where

@@ -137,6 +137,9 @@ class Cyclic(Periodic):
         if self.cohort is not None and self.cohort > least:
             expected = f"at most the {least} clients of the smallest group"
             raise ConfigError("selection.cohort", self.cohort, expected)
+        if self.cohort == least and self.scheme == "poisson":
+            expected = f"fixed where all {least} clients of the smallest group take part"
+            raise ConfigError("selection.scheme", self.scheme, expected)
 
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
         size = self.available(len(population), t)

@@ -24,8 +24,8 @@ class PowerOfChoice(Sized):
 
     All candidates are asked, so all are exposed. The weights are uniform.
 
-    The losses are a query on the data. With `loss_std` above 0 every candidate clips the loss of
-    each of its samples to [0, L], L being `loss_bound`, and answers with their mean plus Gaussian
+    The losses are a query on the data. With `loss_bound` L every candidate clips the loss of each
+    of its samples to [0, L], and with `loss_std` above 0 it answers with their mean plus Gaussian
     noise of that std, in units of the loss. Accountants count the answer in every round in which a
     client is a candidate. The observer may see all answers, and who is chosen follows from them.
     The sensitivity of one answer is

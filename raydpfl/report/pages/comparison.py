@@ -178,8 +178,10 @@ class Compared:
         return settings
 
     def ranked(self) -> list[SeedGroup]:
-        """The best first, by the mean of the metric; those without one at the end."""
-        sign = quantity(self.metric).better or 1
+        """The best first, by the mean of the metric, where one is known to be better; those without
+        one at the end.
+        """
+        sign = quantity(self.metric).better
         means = {setting: setting.spread(self.metric).mean for setting in self.settings}
         lost = {setting for setting, mean in means.items() if math.isnan(mean)}
         rest = [setting for setting in self.settings if setting not in lost]
@@ -295,8 +297,10 @@ def page_of_several(compared: Compared) -> Page:
         return number(setting.spread(metric).mean, measured.percent)
 
     title = f"{counted(len(settings), 'setting')} compared"
-    lead = f"{counted(len(runs), 'run')} of {counted(len(settings), 'setting')}. The best "
-    lead += f"{measured.words} in the last round is {mean(best[0])}, of {best[0].label}."
+    lead = f"{counted(len(runs), 'run')} of {counted(len(settings), 'setting')}."
+    if measured.better:
+        lead += f" The best {measured.words} in the last round is {mean(best[0])}, of "
+        lead += f"{best[0].label}."
     tiles = [Tile(setting.label, mean(setting), held(setting)) for setting in settings[:8]]
     flaws = [f"{run.name}: {flaw}" for run in runs for flaw in run.flaws]
     flaws += [f"{runs[0].name}: {flaw}" for flaw in first.flaws]
@@ -309,8 +313,10 @@ def warnings(compared: Compared, drawn: int) -> list[str]:
     lines = [f"{run.name}: {line}" for run in compared.runs for line in state(run)]
     lines += compared.mixed
     if drawn < len(compared.settings):
-        text = f"Figures have the {drawn} settings with the best {quantity(compared.metric).words}"
-        lines.append(f"{text} of {len(compared.settings)}; the tables have all.")
+        measured = quantity(compared.metric)
+        best = f" with the best {measured.words}" if measured.better else ""
+        text = f"Figures have the {drawn} settings{best} of {len(compared.settings)}"
+        lines.append(f"{text}; the tables have all.")
     return lines
 
 

@@ -114,13 +114,17 @@ class SweepSource(PageSource):
         for place, inside in grouped(rows, lambda row: row[0]["setting"]).items():
             trials = [trial for trial, _ in inside]
             scores = [as_number(trial.get(self.metric)) for trial in trials]
-            finite = [score for score in scores if score is not None]
+            # a run that failed has what it had before
+            whole = all(trial["status"] != "failed" for trial in trials)
+            finite = [score for score in scores if whole and score is not None]
             best = place == self.best.get("setting")
             settings[place] = RankedSetting(inside[0][1], trials, finite, best)
 
+        sign = -1 if self.summary.get("better") == "smaller" else 1
+
         def rank(pair: tuple[int, RankedSetting]) -> tuple[bool, float]:
             scores = pair[1].scores
-            return not scores, -self.measured.better * pair[1].spread.mean if scores else 0.0
+            return not scores, -sign * pair[1].spread.mean if scores else 0.0
 
         return dict(sorted(settings.items(), key=rank))
 

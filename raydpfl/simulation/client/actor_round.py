@@ -179,14 +179,15 @@ class ChunkRound:
             self.actor.add_client_states(LOCAL_PART, local, (len(self.slots), own))
         # user-defined code gets one client at a time
         for slots in self.slots[:, None] if bounding.is_user_defined else [self.slots]:
-            clipped = np.where(np.isfinite(self.norms[slots]), self.clipped[slots], np.nan)
+            lost = ~np.isfinite(self.norms[slots])
+            clipped = bounding.clipped(self.factors[slots], self.clipped[slots])
             self.actor.add_columns(
                 {
                     "client": self.chunk.clients[slots],
                     "draw": self.chunk.draws[slots],
                     "norm": self.norms[slots],
                     "factor": self.factors[slots],
-                    "clipped": bounding.clipped(self.factors[slots], clipped),
+                    "clipped": np.where(lost, np.nan, clipped),
                     "train_loss": self.losses[slots],
                 }
             )

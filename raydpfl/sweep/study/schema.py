@@ -143,8 +143,9 @@ class Study:
         tree = copy.deepcopy(dict(values))
         if only:
             scales = tree["scales"] = tree.get("scales") or {}
-            changes = scales.setdefault(scale, {})
-            changes["only"] = {**changes.get("only", {}), **{k: [*v] for k, v in only.items()}}
+            changes = scales[scale] = scales.get(scale) or {}
+            chosen = {axis: [*names] for axis, names in only.items()}
+            changes["only"] = {**(changes.get("only") or {}), **chosen}
         if seeds is None:
             seeds = _scales(tree).get(scale, Scale()).seeds or about.seeds
         if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
