@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -187,6 +188,11 @@ class SampleCanaryRun(CanaryRun):
         )
         self.trainer.noise_seed = plan.noise_seed
 
+    def start(self) -> tuple[int, list[str]]:
+        started = super().start()
+        self.initial = torch.from_numpy(self.state.model.copy())
+        return started
+
     def plant(self, actor: ClientActor) -> None:
         actor.shards.reader = OtherRows(actor.shards.reader, self.canaries.rows)
 
@@ -242,6 +248,22 @@ class SampleCanaryRun(CanaryRun):
         steps = int(self.experiment.local.step_counts(np.array([rows]))[0])
         return np.cumsum(self.linear.momentum ** np.arange(steps))[::-1]
 
+    def _planned_power(self) -> np.ndarray:
+        """`power` as if all gradients were those at the initial model, which no coin and no noise
+        has moved: how many guesses are made must not depend on them.
+        """
+        planned = np.zeros_like(self.power)
+        for client, times in Counter(client for _, client in self.participations).items():
+            part = self.canaries.part(client)
+            n = int(self.plan.population.sizes[client])
+            weights = self._weights(n)
+            scale = weights.sum() / (np.linalg.norm(weights) * n * _steps(self.plan).stds[client])
+            halves = np.zeros(n)
+            for piece, one, other in self.canaries.pair_gradients(client, self.initial):
+                halves[piece] = torch.linalg.vector_norm((one - other) / 2, dim=1).numpy()
+            planned[part] = times * (scale * halves) ** 2
+        return planned
+
     def _replay(
         self, t: int, client: int, draw: int, start: torch.Tensor, correction: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -295,7 +317,9 @@ class SampleCanaryRun(CanaryRun):
             scope_of(steps, worst, count), float(claims[worst]), delta, steps.exclusions,
         )  # fmt: skip
         seed = self.experiment.seed
-        scores = observers.visible(self.canaries.inside, self.product, self.power, True, seed)
+        scores = observers.visible(
+            self.canaries.inside, self.product, self.power, True, seed, self._planned_power()
+        )
         n = int(steps.samples[worst])
         weights = self._weights(n)
         momentum = weights.sum() / np.linalg.norm(weights)

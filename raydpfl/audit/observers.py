@@ -62,14 +62,21 @@ class Scores:
 
 
 def visible(
-    inside: np.ndarray, product: np.ndarray, power: np.ndarray, mirrored: bool, seed: int
+    inside: np.ndarray,
+    product: np.ndarray,
+    power: np.ndarray,
+    mirrored: bool,
+    seed: int,
+    planned: np.ndarray | None = None,
 ) -> Scores:
     """Where the observer knows when canaries take part: from the products of scores with what a
-    canary adds to them, N(power, power), float64 [m] both.
+    canary adds to them, N(power, power), float64 [m] both. `planned` is about the power, known
+    before anything is seen, where the power itself is not.
     """
     shifts = np.sqrt(power)
     generator, signs = _worlds(seed, len(inside), mirrored)
-    imagined = shifts * generator.standard_normal(len(signs)) + signs * power
+    planned = power if planned is None else planned
+    imagined = np.sqrt(planned) * generator.standard_normal(len(signs)) + signs * planned
     evidence, simulated = (
         2 * seen if mirrored else seen - shifts**2 / 2 for seen in (product, imagined)
     )

@@ -139,6 +139,10 @@ def held_out(case: Example) -> str:
     if case.member.overlaps():
         return "clients share samples"
     split = _split(case)
+    if split.samples:
+        samples = split.samples(0, len(split.sizes))
+        shared = len(samples) - len(np.unique(samples))
+        hold(not shared, f"{shared} rows are of samples that others hold, and overlaps() is False")
     if np.max(split.sizes) < 2:
         return "no client has a row to spare"
     folder = case.folder / "held_out"

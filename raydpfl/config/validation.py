@@ -34,10 +34,21 @@ def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
     except ValidationError as error:
         raise _complaint(cls, section, error) from None
     for name, value in values.items():
-        # pydantic would take `yes` for 1
-        if isinstance(value, bool) and not isinstance(getattr(built, name), bool):
-            raise ConfigError(f"{section}.{name}".lstrip("."), value, "a number, not a truth value")
+        _check_truths(f"{section}.{name}".lstrip("."), value, getattr(built, name))
     return built
+
+
+def _check_truths(field: str, value: Any, built: Any) -> None:
+    """Raises `ConfigError` for a truth value of which pydantic made a number, at any depth."""
+    if isinstance(value, bool):
+        if not isinstance(built, bool) and isinstance(built, int | float):
+            raise ConfigError(field, value, "a number, not a truth value")
+    elif isinstance(value, Mapping) and isinstance(built, BaseModel):
+        for name, part in value.items():
+            _check_truths(f"{field}.{name}", part, getattr(built, str(name), None))
+    elif isinstance(value, list | tuple) and isinstance(built, list | tuple):
+        for part, made in zip(value, built, strict=False):
+            _check_truths(field, part, made)
 
 
 def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> ConfigError:

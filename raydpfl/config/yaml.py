@@ -51,6 +51,17 @@ class _Dumper(yaml.SafeDumper):
     """What `_Loader` reads back: text that looks like such a number stands in quotes."""
 
 
+# as in YAML 1.2, 010 is no octal number and 1:30 none of sixties
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in pairs if not tag.endswith((":int", ":float"))]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_whole = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)\Z")
+_decimal = re.compile(
+    r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|\.(inf|Inf|INF))\Z|\.(nan|NaN|NAN)\Z"
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _whole, list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _decimal, list("-+.0123456789"))
 for _yaml in (_Loader, _Dumper):
     _scientific = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
     _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _scientific, list("-+.0123456789"))

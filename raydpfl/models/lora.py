@@ -184,14 +184,22 @@ def inputs_first(layer: nn.Module) -> torch.Tensor:
 
 def merged(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a module without adapters that does what this one does, under
-    the names that they had before.
+    the names that they had before. Raises `ConfigError` where there is none, as another layer has
+    the weight of an adapted one too.
     """
     added = adapters(module)
     tensors = {name: part for name, part in module.state_dict().items() if name not in added}
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    for layer in module.modules():
+        for weight in layer.parameters(recurse=False):
+            owners.setdefault(weight, set()).add(layer)
     for prefix, layer in module.named_modules(remove_duplicate=False):
         for hook in layer._forward_hooks.values():
             if isinstance(hook, partial) and hook.func is _adapted:
                 name = f"{prefix}.weight".lstrip(".")
+                if len(owners[layer.get_parameter("weight")]) > 1:
+                    expected = f"none of this model: other layers have the weight of {name} too, "
+                    raise ConfigError("--merged", True, f"{expected}without its adapter")
                 a = layer.get_parameter(f"{A}.weight").detach().double()
                 b = layer.get_parameter(f"{B}.weight").detach().double()
                 change = hook.args[0] * (b @ a)

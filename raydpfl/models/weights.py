@@ -98,12 +98,16 @@ def fill(module: nn.Module, path: str, parts: Sequence[Set[str]] = ()) -> None:
         if names:
             more = ", ..." if len(names) > NAMES else ""
             raise _refused(path, f"weights {what} {', '.join(names[:NAMES])}{more}")
+    names_of: dict[tuple[int, ...], str] = {}  # the first name, of those that stand for one tensor
     for name, tensor in tensors.items():
         shape = list(wanted[name].shape)
         if list(tensor.shape) != shape:
             raise _refused(path, f"weights with {name} {shape}, not {list(tensor.shape)}")
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise _refused(path, f"weights that are finite; {name} is not")
+        first = names_of.setdefault((wanted[name].data_ptr(), *shape), name)
+        if first != name and not torch.equal(tensors[first], tensor):
+            raise _refused(path, f"the same weights as {first} and {name}, which are one here")
     module.load_state_dict(tensors, strict=False)
 
 

@@ -104,7 +104,7 @@ class Coordinator:
         clock.lap("select")
         total, results = self.collect(t, cohort)
         columns = joined(results)
-        if self.plan.individual:
+        if self.plan.individual and len(cohort):
             std = self.plan.sum_std(t, state.bound)
             spent = columns["client"], columns.pop("contribution"), std, state.states["individual"]
             self.plan.individual.spend(*spent)

@@ -125,7 +125,7 @@ class Recorder:
         # the score that may end the run, from the evaluation on at which it was best
         self._since_best: list[float | None] = []
         if experiment.evaluate.stop:
-            for row in self.rounds.arrow().select([*self.evaluated]).to_pylist():
+            for row in self.rounds.arrow().select(["round", *self.evaluated]).to_pylist():
                 self._judge(row)
         self.dropped = Dropped(out / "dropped.jsonl", state.t)
         followed = [probe.follow(out, plan.d, state.t) for probe in self.probes]
@@ -196,10 +196,14 @@ class Recorder:
         return row
 
     def _judge(self, row: Mapping[str, Any]) -> None:
-        """Takes up the score that may end the run, if this row has it."""
+        """Takes up the score that may end the run, if this row has it; not that of a last round
+        after which a run went on, as the same run at once has none there.
+        """
         experiment = self.plan.experiment
         stop = experiment.evaluate.stop
-        if stop and metric_columns.evaluated(row):
+        t = row["round"] + 1
+        due = t % experiment.evaluate.every == 0 or t == experiment.rounds
+        if stop and due and metric_columns.evaluated(row):
             seen = [*self._since_best, row[stop.metric]]
             self._since_best = metric_columns.since_best(seen, stop.sign(experiment.metrics))
 

@@ -133,9 +133,11 @@ class SamplingMonitor:
             self._bets = None
 
     def _before(self, cohort: Cohort, participations: Mapping[int, int]) -> np.ndarray:
-        """How often the clients were drawn before this draw, int64 [r]."""
+        """How often the clients were drawn before this draw, int64 [r]; draws that drop out are
+        none.
+        """
         counts = list(map(participations.get, cohort.clients.tolist(), repeat(0)))
-        return np.array(counts, np.int64) + cohort.draws
+        return np.array(counts, np.int64) + Cohort.of(cohort.clients).draws
 
     def _refuse(self, faults: Iterable[str]) -> None:
         """Raises `RunError` for the first of what a selection does, in words."""

@@ -19,7 +19,7 @@ import torch
 from conftest import messages
 from scipy.stats import norm
 
-from raydpfl.audit import audit, checks
+from raydpfl.audit import audit, checks, observers
 from raydpfl.audit.bounds import (
     curve_bound,
     gaussian_curve,
@@ -835,3 +835,14 @@ def test_the_command_prints_the_verdict_and_leaves_scores_and_plain_json(
     code, out, said = typed(*command, tmp_path / "broken", "--json")
     assert code == 1 and "not as private as it claims" in said
     assert json.loads(out) == json.loads((tmp_path / "broken" / "audit.json").read_text())
+
+
+def test_how_many_guesses_are_made_follows_from_what_was_planned_alone():
+    inside, product = np.tile([True, False], 50), np.ones(100)
+    planned = np.full(100, 4.0)
+    one, other = (
+        observers.visible(inside, product, power, True, 1, planned)
+        for power in (planned, 1.2 * planned)
+    )
+    assert np.array_equal(one.imagined, other.imagined)
+    assert not np.array_equal(one.shifts, other.shifts)

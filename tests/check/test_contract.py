@@ -13,7 +13,7 @@ import torch
 from conftest import experiment
 from torch import nn
 
-from raydpfl.check import bounding, check, members_of, render, resolved, selection
+from raydpfl.check import bounding, check, members_of, render, resolved, selection, sources
 from raydpfl.check.contract import Broken
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Data, Maker, Split, prepare
@@ -471,6 +471,21 @@ def test_rows_that_are_not_what_a_source_says_are_refused_by_name(tmp_path):
     for liar, said in ((Beyond, "targets are from 0 to 2"), (Short, "rows have a target each")):
         with pytest.raises(ConfigError, match=f"data.kind = .*a source whose {said}"):
             prepare(liar(), 0, cache=tmp_path)
+
+
+class Sharing(Rows):
+    """All clients hold the same samples, and it does not say so."""
+
+    def split(self, seed: int, root: Any) -> Split:
+        split = super().split(seed, root)
+        each = int(split.sizes[0])
+        return replace(split, samples=lambda first, last: np.tile(np.arange(each), last - first))
+
+
+def test_a_source_whose_clients_share_samples_must_say_so():
+    case = SimpleNamespace(member=Sharing())
+    with pytest.raises(Broken, match=r"rows are of samples that others hold, and overlaps\(\) is"):
+        sources.held_out(case)
 
 
 class Short(Rows):

@@ -33,6 +33,20 @@ def test_every_config_is_valid_as_it_is_written_and_with_its_defaults(path):
 
 
 @pytest.mark.parametrize(
+    "config",
+    [
+        {"data": {"kind": "table", "train": "a.csv", "x": "image", "classes": [1, 2]}},
+        {"data": {"kind": "table", "train": "a.csv", "x": ["a", "b"], "classes": 2}},
+        {"model": {"kind": "mlp", "hidden": 100}},
+        {"model": {"kind": "mlp", "hidden": [100, 50]}},
+    ],
+    ids=str,
+)
+def test_what_may_stand_alone_need_be_no_list(config):
+    VALIDATOR.validate(config)
+
+
+@pytest.mark.parametrize(
     "section", [name for name in SECTIONS if SECTIONS[name].family and "." not in name]
 )
 def test_every_example_of_a_member_is_valid(section):

@@ -45,6 +45,14 @@ def made_up(form: Form, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return outputs, form.task.made_up(drawn, ROWS, form.outputs)
 
 
+def test_perplexity_leaves_out_positions_that_do_not_count_whatever_their_scores():
+    """As of a model that never says the class of padding."""
+    outputs, y = made_up(LETTERS)
+    y = torch.where(y == 0, -100, y)
+    outputs[..., 0] = -math.inf
+    assert math.isfinite(value("perplexity", LETTERS, outputs, y))
+
+
 def flat(form: Form) -> tuple[np.ndarray, np.ndarray]:
     """Scores and classes of the samples, or positions, that count."""
     outputs, y = made_up(form)
@@ -72,6 +80,8 @@ def test_metrics_of_classes_are_the_loops_of_their_definitions(form):
     assert value("f1", form, *given) == pytest.approx(np.mean(f1), abs=1e-15)
     micro = value(MICRO, form, *given)
     assert micro == pytest.approx(np.mean(chosen == y), abs=1e-15)
+    lost = torch.full_like(given[0], math.nan), given[1]
+    assert value({"kind": "top_k", "k": 1}, form, *lost) == 0.0
     losses = [math.log(np.exp(row - row[c]).sum()) for row, c in zip(shown, y, strict=True)]
     assert value("perplexity", form, *given) == pytest.approx(math.exp(np.mean(losses)), rel=1e-6)
     p = np.exp(shown.astype(np.float64))

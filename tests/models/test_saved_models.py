@@ -19,6 +19,7 @@ from raydpfl.cli import run_display
 from raydpfl.cli.app import app
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.experiment import Experiment
+from raydpfl.models import weights
 from raydpfl.simulation import export
 from raydpfl.simulation.resolution import resolve
 
@@ -54,6 +55,15 @@ def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def same(one, other) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_two_names_of_one_tensor_are_not_filled_with_different_weights(tmp_path):
+    tensors = state_of(Tied())
+    tensors["again.weight"] = tensors["again.weight"] + 1
+    path = tmp_path / "torn.safetensors"
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match=r"the same weights as \w+.weight and \w+.weight, which"):
+        weights.fill(Tied(), str(path))
 
 
 def test_a_run_is_loaded_from_its_directory_alone(finished, tmp_path, monkeypatch):

@@ -48,6 +48,15 @@ def test_a_client_leaves_before_the_lengths_of_what_it_sends_exceed_its_budget(t
     assert result.guarantees[0].kind == "unproven"
 
 
+def test_a_round_that_nobody_is_in_spends_nothing(tmp_path):
+    asked = experiment(
+        rounds=6, selection={"kind": "poisson", "cohort": 1}, privacy={"individual": 50.0},
+        noise={"kind": "gaussian", "multiplier": 1.0, "placement": "server"},
+    )  # fmt: skip
+    result = run(asked, tmp_path / "run")
+    assert 0 in result.rounds["cohort"].to_pylist()
+
+
 @pytest.mark.slow
 def test_budgets_that_nobody_reaches_change_no_bit(tmp_path):
     noise = {"kind": "gaussian", "multiplier": 1.0, "common": True}

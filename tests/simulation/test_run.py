@@ -637,3 +637,22 @@ def test_a_bounding_that_answers_amiss_ends_the_run_by_name(name, said, placemen
     own = {"kind": f"{__name__}:{name}", "bound": 0.01}
     with pytest.raises(RunError, match=said):
         run(experiment(bounding=own, noise={"placement": placement}), tmp_path / "out")
+
+
+@pytest.mark.parametrize("seed", [4, 5])
+def test_more_rounds_stop_where_as_many_at_once_do(tmp_path, seed):
+    """The evaluation after what was the last round is no further one."""
+    given = {
+        "seed": seed,
+        "data": {"kind": "fashion_mnist_mini", "clients": 50, "partition": {"kind": "iid"}},
+        "local": {"kind": "sgd", "steps": 2, "batch": 4, "lr": 3.0},
+        "server": {"kind": "sgd"},
+        "noise": {"kind": "none"},
+        "bounding": {"kind": "none"},
+        "selection": {"kind": "uniform", "cohort": 5},
+        "evaluate": {"every": 4, "validation": 0.2, "stop": {"patience": 1}},
+    }
+    once = run(experiment(**given, rounds=16), tmp_path / "once")
+    run(experiment(**given, rounds=6), tmp_path / "more")
+    more = run(experiment(**given, rounds=16), tmp_path / "more", resume=True)
+    assert once.summary["rounds"] == more.summary["rounds"]

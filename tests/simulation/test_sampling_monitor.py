@@ -197,6 +197,12 @@ def test_sound_draws_are_refused_no_oftener_than_the_false_alarm_rate(member):
     assert alarms.count(None) > 80
 
 
+def test_of_several_draws_of_a_client_the_first_may_drop_out():
+    clients = Population(np.full(300, 10))
+    member = Multinomial(cohort=100, dropout=0.3)
+    assert [first_alarm(member, clients, 40, seed, pairs=True) for seed in range(4)] == [None] * 4
+
+
 class Favouring(Liar):
     """The first `few` clients are `odds` times as likely as the others."""
 

@@ -81,6 +81,16 @@ def test_adapters_change_nothing_at_first_and_are_all_that_is_trained():
     )
 
 
+def test_a_weight_of_an_adapted_layer_and_another_is_not_merged():
+    """The other layer does without the adapter."""
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    module[1].weight = module[0].weight
+    lora = models.Lora(rank=1, targets=("0",))
+    models.adapt(module, lora, lambda: module(torch.ones(1, 6)))
+    with pytest.raises(ConfigError, match=r"--merged = True: .* other layers have the weight of 0"):
+        models.merged(module)
+
+
 def test_adapters_are_drawn_by_the_seed_and_a_may_stay_so_and_none_is_where_a_layer_is_trained():
     drawn = [models.flatten(build({**SMALL, "lora": LORA}, seed=seed)) for seed in (0, 0, 1)]
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])

@@ -78,16 +78,19 @@ class Tabular(InMemoryData):
     )
     std: tuple[float, ...] = Field(default=(), description="as `mean`")
 
-    @field_validator("x", mode="before")
+    @field_validator("x", mode="before", json_schema_input_type=str | tuple[str, ...])
     @classmethod
     def _one(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
-    @field_validator("classes", "vocabulary", mode="before")
+    @field_validator(
+        "classes", mode="before",
+        json_schema_input_type=int | tuple[str | float | bool, ...] | None,
+    )  # fmt: skip
     @classmethod
     def _labels(cls, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return tuple(each if isinstance(each, str) else str(each) for each in value)
+            return tuple(each if isinstance(each, str | None) else str(each) for each in value)
         return value
 
     @model_validator(mode="after")

@@ -31,6 +31,7 @@ class BandedGaussian(ToeplitzGaussian):
         {"bands": 1, "multiplier": 1.0},
         {"bands": 3, "multiplier": 1.0, "coefficients": [1.0, 0.5, 0.25]},
     )
+    of_all_rounds = False
     kind: str = "banded_gaussian"
     bands: int = Field(
         ge=1, description="rounds that the noise of one is correlated with, itself among them"

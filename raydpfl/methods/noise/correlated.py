@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import model_validator
@@ -27,6 +27,7 @@ class CorrelatedGaussian(Gaussian):
     """
 
     accounted_with = ("server",)  # C is fitted to it
+    of_all_rounds: ClassVar[bool] = True  # whether what some rounds cost depends on how many follow
     kind: str = ""
     placement: Literal["server"] = "server"
 
@@ -35,11 +36,13 @@ class CorrelatedGaussian(Gaussian):
         expected = "rigorous: the papers have no formula for noise that is correlated over rounds"
         self._refuse("calibration", expected, "rigorous")
         self._refuse("schedule", "none with noise that is correlated over the rounds")
-        self._refuse("rounds", "none with noise that is correlated over the rounds of the run")
+        if self.of_all_rounds:
+            self._refuse("rounds", "none with noise that is correlated over all rounds of the run")
         return self
 
     def extension(self, rounds: int) -> str | None:
-        return None if self.calibrated_over(rounds) else ""
+        override = super().extension(rounds)
+        return None if override and self.of_all_rounds else override
 
     def span(self) -> int | None:
         """How many rounds the noise of one is correlated with, itself among them; None: all."""

@@ -57,7 +57,8 @@ class TopK(Mean, Percent):
         scores, y, counts = of_classes(self, form, outputs, y)
         its = scores.gather(1, y[:, None])
         lower = torch.arange(scores.shape[1], device=scores.device) < y[:, None]
-        before = ((scores > its) | ((scores == its) & lower)).sum(1)
+        # a score that is NaN is behind none
+        before = (~((scores < its) | ((scores == its) & ~lower))).sum(1)
         return pair(((before < self.k) & counts).sum(), counts.sum())
 
 

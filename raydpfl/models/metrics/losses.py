@@ -38,7 +38,8 @@ class Perplexity(MeanLoss):
     def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         scores, y, counts = of_classes(self, form, outputs, y)
         losses = F.cross_entropy(scores, y, reduction="none").double()
-        return pair((losses * counts).sum(), counts.sum())
+        # of a position that does not count it may be infinite
+        return pair(torch.where(counts, losses, 0.0).sum(), counts.sum())
 
     def value(self, total: Total) -> float | None:
         mean = super().value(total)

@@ -54,7 +54,7 @@ class Mlp(Model):
     hidden: tuple[int, ...] = (200,)
     activation: Literal["relu", "tanh"] = "relu"
 
-    @field_validator("hidden", mode="before")
+    @field_validator("hidden", mode="before", json_schema_input_type=int | tuple[int, ...])
     @classmethod
     def _one(cls, value: Any) -> Any:
         return (value,) if isinstance(value, int | float) else value
