@@ -358,9 +358,10 @@ class Sweep:
             stop = experiment.evaluate.stop.model_dump(mode="json")
             expected = "none with sweep.private: it ends runs by exact scores of the clients' rows"
             raise ConfigError("evaluate.stop", stop, expected)
-        others = [tracker.kind for tracker in experiment.track if tracker.kind != "tensorboard"]
+        others = [tracker.kind for tracker in experiment.track if tracker.elsewhere()]
         if others:
-            expected = "tensorboard, or none, with sweep.private: others would show all trials"
+            expected = "one that writes to a run's own directory, or none, with sweep.private: "
+            expected += "others would show all trials"
             raise ConfigError("track", others, expected)
         if experiment.noise.drawn_by() not in ("client", "server"):
             expected = "noise on what clients send, or on its sum, in every trial of sweep.private"

@@ -66,6 +66,10 @@ class Tracker(Member):
 
     library: ClassVar[str] = ""  # what it needs to be installed, an extra of the package
 
+    def elsewhere(self) -> bool:
+        """Whether it shows runs anywhere but in their own directories."""
+        return True
+
     def open(self, run: Tracked) -> Log:
         """Begins a run, or goes on with the one of `run.id`."""
         raise NotImplementedError

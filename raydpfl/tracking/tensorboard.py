@@ -18,6 +18,9 @@ class TensorBoard(Tracker):
 
     kind: str = "tensorboard"
 
+    def elsewhere(self) -> bool:
+        return False
+
     def open(self, run: Tracked) -> Log:
         return Events(run.folder / "tensorboard", run.first)
 

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from conftest import SMALL
 from matplotlib.figure import Figure
+from scipy.special import stdtrit
 
 from raydpfl import Experiment
 from raydpfl.errors import ConfigError
@@ -698,11 +699,13 @@ def test_intervals_have_the_choice_of_settings_in_them(tmp_path):
     ]
     pq.write_table(pa.Table.from_pylist(resamples), folder / "resamples.parquet")
     found = pieces(folder)
-    half = 12.7062 * 2**0.5 * (0.005**2 + 0.25 * 0.75 * 0.1**2) ** 0.5
+    final, tuning = 0.005**2, 2 * 0.25 * 0.75 * 0.1**2
+    freedom = (final + tuning) ** 2 / (final**2 + tuning**2)  # of one degree each
+    half = stdtrit(freedom, 0.975) * 2**0.5 * (final + tuning) ** 0.5
     first = rows_of(found, "table-test_accuracy")[0]
     assert first["A-1"] == f"51.50 ± {100 * half:.2f} %" and first["B"] == "26.50 ± 8.98 %"
     # against B, seed by seed: tuning is all that varies; two comparisons, so at 97.5 %
-    half = 25.4517 * (0.25 * 0.75 * 0.1**2) ** 0.5
+    half = 25.4517 * tuning**0.5
     assert rows_of(found, "differences-test_accuracy")[0]["A-1"] == f"+25.00 ± {100 * half:.2f}"
 
 
