@@ -248,11 +248,11 @@ class SampleCanaryRun(CanaryRun):
         steps = int(self.experiment.local.step_counts(np.array([rows]))[0])
         return np.cumsum(self.linear.momentum ** np.arange(steps))[::-1]
 
-    def _planned_power(self) -> np.ndarray:
+    def _initial_power(self) -> np.ndarray:
         """`power` as if all gradients were those at the initial model, which no coin and no noise
         has moved: how many guesses are made must not depend on them.
         """
-        planned = np.zeros_like(self.power)
+        initial_power = np.zeros_like(self.power)
         for client, times in Counter(client for _, client in self.participations).items():
             part = self.canaries.part(client)
             n = int(self.plan.population.sizes[client])
@@ -261,8 +261,8 @@ class SampleCanaryRun(CanaryRun):
             halves = np.zeros(n)
             for piece, one, other in self.canaries.pair_gradients(client, self.initial):
                 halves[piece] = torch.linalg.vector_norm((one - other) / 2, dim=1).numpy()
-            planned[part] = times * (scale * halves) ** 2
-        return planned
+            initial_power[part] = times * (scale * halves) ** 2
+        return initial_power
 
     def _replay(
         self, t: int, client: int, draw: int, start: torch.Tensor, correction: torch.Tensor
@@ -318,7 +318,7 @@ class SampleCanaryRun(CanaryRun):
         )  # fmt: skip
         seed = self.experiment.seed
         scores = observers.visible(
-            self.canaries.inside, self.product, self.power, True, seed, self._planned_power()
+            self.canaries.inside, self.product, self.power, True, seed, self._initial_power()
         )
         n = int(steps.samples[worst])
         weights = self._weights(n)

@@ -67,16 +67,18 @@ def visible(
     power: np.ndarray,
     mirrored: bool,
     seed: int,
-    planned: np.ndarray | None = None,
+    initial_power: np.ndarray | None = None,
 ) -> Scores:
     """Where the observer knows when canaries take part: from the products of scores with what a
-    canary adds to them, N(power, power), float64 [m] both. `planned` is about the power, known
-    before anything is seen, where the power itself is not.
+    canary adds to them, N(power, power), float64 [m] both. `initial_power` [m] is about the power,
+    known before anything is seen, where the power itself is not.
     """
     shifts = np.sqrt(power)
     generator, signs = _worlds(seed, len(inside), mirrored)
-    planned = power if planned is None else planned
-    imagined = np.sqrt(planned) * generator.standard_normal(len(signs)) + signs * planned
+    initial_power = power if initial_power is None else initial_power
+    imagined = (
+        np.sqrt(initial_power) * generator.standard_normal(len(signs)) + signs * initial_power
+    )
     evidence, simulated = (
         2 * seen if mirrored else seen - shifts**2 / 2 for seen in (product, imagined)
     )

@@ -233,6 +233,7 @@ class JobServer:
             The directory, or its address; None: the job never made one.
 
         Raises:
+            ConfigError: `out` is an address.
             RunError: it did not come back complete; what is in `out` stays as it is.
         """
         run, place = self._recorded(job)

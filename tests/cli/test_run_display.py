@@ -171,11 +171,11 @@ def test_more_rounds_are_asked_for_with_the_rounds_that_the_noise_is_for(result)
     assert (
         f"model.init={shlex.quote(str(result.out))} --out DIR" in more
     )  # its noise is for these rounds
-    told = replace(result, summary={**result.summary, "status": "stopped"})
+    other = replace(result, summary={**result.summary, "status": "stopped"})
     out = shlex.quote(str(result.out))
-    assert run_display.following(told)[-1].endswith(f"raydpfl run {out} --resume")
-    told = replace(result, summary={**result.summary, "reason": "evaluate.stop: ..."})
-    assert "resume" not in "".join(run_display.following(told))
+    assert run_display.following(other)[-1].endswith(f"raydpfl run {out} --resume")
+    other = replace(result, summary={**result.summary, "reason": "evaluate.stop: ..."})
+    assert "resume" not in "".join(run_display.following(other))
 
 
 def guarantee(**changes):
@@ -187,8 +187,8 @@ def guarantee(**changes):
 def test_a_number_that_nothing_proves_is_signed_and_none_is_a_dash():
     unproven = guarantee(kind="unproven", accountant="rdp")
     nothing = guarantee(accountant="mine:Own", epsilon=float("inf"), conditions_failed=("x",))
-    told = [run_display.epsilon(each) for each in (guarantee(), unproven, nothing)]
-    assert told == ["1.5", "1.5?", "-"]
+    printed = [run_display.epsilon(each) for each in (guarantee(), unproven, nothing)]
+    assert printed == ["1.5", "1.5?", "-"]
     notes = run_display.notes([unproven, nothing], [])
     assert "? rdp, not proved." in notes
     assert "mine:Own, rigorous. Conditions that fail: x." in notes

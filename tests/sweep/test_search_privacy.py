@@ -126,7 +126,7 @@ def test_the_result_of_a_private_search_is_the_best_run_alone(tmp_path):
 
 
 @pytest.mark.parametrize("every", [False, True])
-def test_trials_of_a_private_search_that_failed_are_not_told(tmp_path, every):
+def test_trials_of_a_private_search_that_failed_are_not_shown(tmp_path, every):
     runner = SweepRunner(private(seed=7), tmp_path, print)
     runner.advance()
     runner._spent = of_the_best(runner.sweep, None)

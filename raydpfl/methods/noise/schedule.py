@@ -27,7 +27,7 @@ class NoiseSchedule(Section):
     )
 
     @model_validator(mode="after")
-    def _read(self) -> "NoiseSchedule":
+    def _consistent(self) -> "NoiseSchedule":
         first = [t for t, _ in self.phases]
         if min(first, default=0) < 0 or len({*first}) < len(first):
             expected = "pairs whose first rounds are 0 or more, each once"
