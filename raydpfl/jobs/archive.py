@@ -8,7 +8,7 @@ Neither is trusted.
 import re
 import shutil
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -27,7 +27,9 @@ def plain(text: object) -> str:
     return _CONTROL.sub("", str(text))
 
 
-def unpack(packed: IO[bytes], name: str, folder: Path) -> None:
+def unpack(
+    packed: IO[bytes], name: str, folder: Path, before: Callable[[], object] = lambda: None
+) -> None:
     """Unpacks the folder `name` of a gzipped tar archive into `folder`, over files of the same
     names. All members are looked at before any is written, by `tarfile` under its filter "data"
     (PEP 706).
@@ -36,6 +38,7 @@ def unpack(packed: IO[bytes], name: str, folder: Path) -> None:
         packed: the archive, which can be sought in.
         name: the one folder in it.
         folder: made where it is missing.
+        before: called once all members are found sound, before any is written.
 
     Raises:
         ArchiveError: it holds anything but files and folders below `name`, more than `SIZE` bytes
@@ -49,6 +52,7 @@ def unpack(packed: IO[bytes], name: str, folder: Path) -> None:
         members = [*_checked(archive, name, min(SIZE, shutil.disk_usage(folder).free))]
         while archive.fileobj.read(1 << 20):  # to its checksum
             pass
+        before()
         try:
             for member in members:
                 archive.extract(member, folder, set_attrs=False, filter="data")

@@ -158,14 +158,18 @@ class JobServer:
             _check(folder, run)
             folder.mkdir(parents=True, exist_ok=True)
         options: dict[str, Any] = {"address": not asked.inline, "resume": resume is not None}
-        with tempfile.TemporaryDirectory(prefix="raydpfl-") as stage, self._refusals():
-            self._start(
-                runtime_env=packaging.staged(*sent, Path(stage)),
-                submission_id=job,
-                entrypoint=entrypoint(asked.command, run, out=address, **options),
-                metadata={"run": run} | ({"out": address} if address else {}),
-            )
+        with tempfile.TemporaryDirectory(prefix="raydpfl-") as stage:
+            environment = packaging.staged(*sent, Path(stage))
+            with self._refusals():
+                self._start(
+                    runtime_env=environment,
+                    submission_id=job,
+                    entrypoint=entrypoint(asked.command, run, out=address, **options),
+                    metadata={"run": run} | ({"out": address} if address else {}),
+                )
         self._record(run, job, address or folder)
+        if not address:
+            self._note(run, job, folder)
         return job
 
     def run_of(self, job: str) -> str:
@@ -234,7 +238,7 @@ class JobServer:
 
         Raises:
             ConfigError: `out` is an address.
-            RunError: it did not come back complete; what is in `out` stays as it is.
+            RunError: it did not come back complete; `out` is free for another call.
         """
         run, place = self._recorded(job)
         address = place if place and storage.elsewhere(place) else None
@@ -247,8 +251,9 @@ class JobServer:
         try:
             if address:
                 with storage.reading(address) as there:
+                    self._note(run, job, folder)
                     shutil.copytree(there, folder, dirs_exist_ok=True)
-            elif not self._fetch(run, folder):
+            elif not self._fetch(run, job, folder):
                 return None
         except ArchiveError as error:  # it would be the same another time
             raise RunError(f"the run directory is not brought back: {_line(error)}") from None
@@ -257,22 +262,24 @@ class JobServer:
             hint += f" {address or f'RAYDPFL_CACHE/runs/{run} there'}"
             what = f"the run directory did not come back ({_line(error)})"
             raise RunError(f"{what}; {hint}") from None
-        self._record(run, job, folder)
+        if not address:  # where the run is written stays as it is recorded
+            self._record(run, job, folder)
+        self._note(run, job, folder)
         return folder
 
-    def _fetch(self, run: str, folder: Path) -> bool:
+    def _fetch(self, run: str, job: str, folder: Path) -> bool:
         """Brings the run directory back from the head; False: there is none."""
-        job = f"{run}-fetch-{uuid.uuid4().hex[:4]}"
+        packing = f"{run}-fetch-{uuid.uuid4().hex[:4]}"
         name = shlex.quote(run)
         archive = f"raydpfl-{run}.tar.gz"
         # that of the file to which Ray writes what this job prints
         logs = '"$(dirname "$(readlink /proc/$$/fd/1)")"'
         shell = f"cd {RUNS} && [ -d {name} ] || exit {NONE}; "
-        self._start(entrypoint=f"{shell}tar -czf {logs}/{archive} {name}", submission_id=job)
-        while not (details := self._client.get_job_info(job)).status.is_terminal():
+        self._start(entrypoint=f"{shell}tar -czf {logs}/{archive} {name}", submission_id=packing)
+        while not (details := self._client.get_job_info(packing)).status.is_terminal():
             signals.check()
             time.sleep(0.1)
-        self._client.delete_job(job)
+        self._client.delete_job(packing)
         if details.driver_exit_code == NONE:
             return False
         if details.status != "SUCCEEDED":
@@ -280,7 +287,7 @@ class JobServer:
         with tempfile.TemporaryFile() as packed:
             self._download(details.driver_node_id, archive, packed)
             packed.seek(0)
-            unpack(packed, run, folder)
+            unpack(packed, run, folder, before=lambda: self._note(run, job, folder))
         return True
 
     def _download(self, node: str, name: str, into: IO[bytes]) -> None:
@@ -323,14 +330,15 @@ class JobServer:
                 time.sleep(1)
 
     def _record(self, run: str, job: str, place: str | Path) -> None:
-        """Records on this machine where the run directory of a job goes, and in a folder, which run
-        it is for.
-        """
+        """Records on this machine where the run directory of a job goes."""
         keep_json(self._record_path(job), {"run": run, "out": str(place)})
-        if isinstance(place, Path):
-            text = json.dumps({"run": run, "job": job, "address": self.address}) + "\n"
-            (place / NOTE).unlink(missing_ok=True)  # a link is not followed
-            (place / NOTE).write_text(text)
+
+    def _note(self, run: str, job: str, folder: Path) -> None:
+        """Notes in a folder which run it is for; it is made where it is missing."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"run": run, "job": job, "address": self.address}) + "\n"
+        (folder / NOTE).unlink(missing_ok=True)  # a link is not followed
+        (folder / NOTE).write_text(text)
 
     def _record_path(self, job: str) -> Path:
         """The file with this machine's record of a job of the cluster."""

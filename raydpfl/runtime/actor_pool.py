@@ -238,7 +238,7 @@ class ActorPool:
         patience = self._patience[method]
         flying: dict[Any, _Call] = {}  # the calls under way, by future
         while waiting or flying:
-            while waiting and len(flying) < IN_FLIGHT:
+            while waiting and (len(flying) < IN_FLIGHT or not self.per_client):
                 actor = self._idle(waiting[0].home, flying)
                 if actor is None:
                     break

@@ -17,6 +17,8 @@ def capacity(num_cpus: float, num_gpus: float, nodes: Sequence[Mapping[str, floa
     4
     >>> capacity(2, 0, [{"CPU": 3}, {"CPU": 3}])
     2
+    >>> capacity(0, 0.25, [{"GPU": 1.5}])  # half of one is taken
+    6
     """
     total = 0
     for node in nodes:
@@ -26,7 +28,8 @@ def capacity(num_cpus: float, num_gpus: float, nodes: Sequence[Mapping[str, floa
         if num_gpus >= 1:
             fits.append(int(node.get("GPU", 0) // num_gpus))
         elif num_gpus > 0:
-            fits.append(int(node.get("GPU", 0)) * int(1 / num_gpus + 1e-9))
+            whole, part = divmod(node.get("GPU", 0), 1)
+            fits.append(int(whole) * int(1 / num_gpus + 1e-9) + int(part / num_gpus + 1e-9))
         total += min(fits, default=sys.maxsize)
     return total
 

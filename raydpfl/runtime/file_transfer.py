@@ -26,6 +26,7 @@ from raydpfl.runtime.session import on_node
 from raydpfl.storage.files import (
     SEAL,
     cache_root,
+    check,
     digest,
     foreign,
     holding,
@@ -65,7 +66,7 @@ def file(path: str, node: str) -> Path:
     if source.is_file():
         return source
     size, sha256 = _call(node, _file_facts, path)
-    target = cache_root() / "sent" / sha256[:32]
+    target = cache_root() / "sent" / check(source.name, sha256)[:32]
     return _copy(source.parent, target, node, lambda: {source.name: (size, sha256)}) / source.name
 
 

@@ -133,7 +133,8 @@ class Launcher:
         self._reason = self._why_here(plan)
         if self._reason:
             self._count = 0
-        log.info("client.actors: auto is %d%s", self._count, self._reason and f": {self._reason}")
+        why = f": {self._reason}" if self._reason else ""
+        log.info("client.actors: auto is %d%s", self._count, why)
         client = client.model_copy(update={"actors": self._count})
         return replace(plan, experiment=plan.experiment.model_copy(update={"client": client}))
 
@@ -253,7 +254,7 @@ class Launcher:
             return ray.get(waiting)
         except ray.exceptions.RayTaskError as error:
             raise raised(error, "the coordinator failed") from None
-        except ray.exceptions.RayActorError as error:
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             self.check()
             raise RunError(f"the coordinator died: {message(error)}; go on with --resume") from None
 

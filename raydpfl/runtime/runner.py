@@ -307,11 +307,11 @@ class _Drive:
         summary["versions"] = versions()
         summary["reason"] = str(self.failure) if self.failure else self.reason
         summary["wall_seconds"] = time.monotonic() - self.began
+        self.summary = summary
         if self.lasting and self.status == "completed":
             # it may take longer than the run, which is whole without it
-            summary |= dict.fromkeys(self.lasting)
-            summary["reason"] = MISSING.format(", ".join(self.lasting))
-        self.summary = summary
+            missing = MISSING.format(", ".join(self.lasting))
+            summary = summary | dict.fromkeys(self.lasting) | {"reason": missing}
         form = Shards.open(self.plan.shards).form(self.plan.experiment.data.task)
         self.module = self.plan.trained(form, parameters)
         try:

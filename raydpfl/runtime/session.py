@@ -114,7 +114,7 @@ class Session:
             if _host_and_port(named):  # Ray itself would try for minutes
                 _greet(named)
             _init(address, options)
-        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ConfigError("--address", address, f"the address of {ENTRY}: {error}") from None
         self._store = ray.get_runtime_context().gcs_address
 

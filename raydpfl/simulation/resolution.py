@@ -5,6 +5,7 @@ backend is chosen and the noise is calibrated. What the data or the accountants 
 refused here.
 """
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -80,7 +81,9 @@ def _client(
     kind = BACKENDS[backend]
     seconds = 0.0
     if times and client.actors == "auto" and not (kind.threads and threads() > 1):
-        seconds = times.of(backend) * work.steps
+        step = times.of(backend)
+        # what fails does so in this process
+        seconds = step * work.steps if step < math.inf else 0.0
     if client.chunk == "auto" and kind.one_by_one:
         chunk = 1
     return client.model_copy(update={"backend": backend, "chunk": chunk}), seconds

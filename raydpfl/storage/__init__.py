@@ -19,14 +19,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from filelock import Timeout
 
 from raydpfl.errors import ConfigError, FileError, RunError, renamed
 from raydpfl.storage import lock, synced_folder
 from raydpfl.storage.files import LOCK, cache_root, holding, make, remove
-from raydpfl.storage.store import elsewhere, opened, within
+from raydpfl.storage.store import elsewhere, local_path, opened, within
 from raydpfl.storage.synced_folder import origin, push, refetch, spent, times
 
 __all__ = [
@@ -49,17 +49,12 @@ WAIT = 1.0  # seconds that a killed process may take to let go of its copy
 
 def named(name: str | Path) -> str | Path:
     """What a directory is called: its address, or its path."""
-    return str(name) if elsewhere(name) else _path(name)
+    return str(name) if elsewhere(name) else local_path(name)
 
 
 def absolute(name: str | Path) -> str:
     """The address of a directory, or its whole path."""
-    return str(name) if elsewhere(name) else str(_path(name).resolve())
-
-
-def _path(name: str | Path) -> Path:
-    text = str(name)
-    return Path(unquote(urlsplit(text).path)) if text.startswith("file://") else Path(name)
+    return str(name) if elsewhere(name) else str(local_path(name).resolve())
 
 
 @contextmanager
@@ -78,7 +73,7 @@ def at(name: str | Path, patience: float = WAIT) -> Iterator[Path]:
         FileError: the store does not take what it is given.
     """
     if not elsewhere(name):
-        yield _path(name)
+        yield local_path(name)
         return
     address = str(name)
     place = cache_root() / "elsewhere" / _legible(address)
@@ -151,7 +146,7 @@ def reading(
         FileError: a file there cannot be read.
     """
     if not elsewhere(name):
-        yield _path(name)
+        yield local_path(name)
         return
     address = str(name)
     if Path(urlsplit(address).path).suffix in (".yaml", ".yml"):

@@ -55,7 +55,7 @@ def cache_root() -> Path:
     """
     named = os.environ.get("RAYDPFL_CACHE")
     if named and not cache_address():
-        root = Path(named)
+        root = Path(named).absolute()  # client actors have another working directory
     else:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydpfl"
     try:

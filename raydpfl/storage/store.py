@@ -13,12 +13,13 @@ scheme=http`.
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from raydpfl.errors import ConfigError, FileError, message
 
@@ -27,6 +28,7 @@ ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "mem
 PAUSES = (1.0, 3.0, 9.0)  # seconds before a request is made again
 LASTING = ("ACCESS_DENIED", "NO_SUCH_BUCKET", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT")
 AT_ONCE = 8  # files fetched
+Answer = TypeVar("Answer")
 
 
 def elsewhere(name: object) -> bool:
@@ -34,10 +36,16 @@ def elsewhere(name: object) -> bool:
     return re.match(r"(?!file:)[a-z][a-z0-9+.-]+://", str(name), re.IGNORECASE) is not None
 
 
+def local_path(name: str | Path) -> Path:
+    """The path that a name is, also one that begins with file://."""
+    text = str(name)
+    return Path(unquote(urlsplit(text).path)) if text.startswith("file://") else Path(name)
+
+
 def within(address: str | Path, *names: str) -> str:
     """The address of a file or a folder in the folder at `address`; of a path, the path."""
     if not elsewhere(address):
-        return str(Path(address, *names))
+        return str(Path(local_path(address), *names))
     address = str(address)
     place, mark, query = address.partition("?")
     return "/".join((place.rstrip("/"), *names)) + mark + query
@@ -56,7 +64,7 @@ class Store:
         try:
             self._files, root = _reached(address)
             self._root = root.rstrip("/")
-            self.times()
+            self._times("")
         except Exception as error:  # of any library that fsspec takes
             expected = f"a folder that can be reached ({message(error)})"
             raise ConfigError("--out", address, expected) from None
@@ -66,7 +74,13 @@ class Store:
 
         Args:
             names: of a folder within, to know of its files alone.
+
+        Raises:
+            FileError: the store does not answer for a quarter of a minute, here and below.
         """
+        return self._asked(names, "listed", lambda: self._times(names))
+
+    def _times(self, names: str) -> dict[str, int | None]:
         from pyarrow.fs import FileSelector
 
         place = f"{self._root}/{names}".rstrip("/")
@@ -82,18 +96,9 @@ class Store:
             content: bytes, or a buffer.
 
         Raises:
-            FileError: the store does not take it, or does not answer for a quarter of a minute.
+            FileError: the store does not take it.
         """
-        path = f"{self._root}/{name}"
-        with self._named(name, "written"):
-            for pause in (*PAUSES, None):
-                try:
-                    self._write(path, content)
-                    return
-                except Exception as error:
-                    if pause is None or any(reason in str(error) for reason in LASTING):
-                        raise
-                    time.sleep(pause)
+        self._asked(name, "written", lambda: self._write(f"{self._root}/{name}", content))
 
     def put_file(self, name: str, path: Path) -> None:
         """As `put`, of what a file of this machine holds."""
@@ -119,8 +124,11 @@ class Store:
 
     def get(self, name: str) -> bytes:
         """What a file holds. Raises FileNotFoundError, `FileError`."""
-        with self._named(name, "read"), self._files.open_input_stream(f"{self._root}/{name}") as f:
-            return f.read()
+        return self._asked(name, "read", lambda: self._read(name))
+
+    def _read(self, name: str) -> bytes:
+        with self._files.open_input_stream(f"{self._root}/{name}") as file:
+            return file.read()
 
     def fetch(self, names: Iterable[str], folder: Path) -> None:
         """Copies files into a folder of this machine, but for those that have gone meanwhile.
@@ -135,30 +143,33 @@ class Store:
     def _fetch(self, name: str, path: Path) -> None:
         from pyarrow.fs import LocalFileSystem, copy_files
 
-        with suppress(FileNotFoundError), self._named(name, "read"):
-            copy_files(
-                f"{self._root}/{name}",
-                str(path),
-                source_filesystem=self._files,
-                destination_filesystem=LocalFileSystem(),
-            )
+        where = (f"{self._root}/{name}", str(path), self._files, LocalFileSystem())
+        with suppress(FileNotFoundError):
+            self._asked(name, "read", lambda: copy_files(*where))
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes files; those that are not there are passed over. Raises `FileError`."""
         for name in names:
-            with suppress(FileNotFoundError), self._named(name, "removed"):
-                self._files.delete_file(f"{self._root}/{name}")
+            with suppress(FileNotFoundError):
+                remove = partial(self._files.delete_file, f"{self._root}/{name}")
+                self._asked(name, "removed", remove)
 
-    @contextmanager
-    def _named(self, name: str, what: str) -> Iterator[None]:
-        """What the store raises within is a `FileError` that names the file."""
-        try:
-            yield
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # of any library that fsspec takes
-            place = within(self.address, name)
-            raise FileError(f"{place} cannot be {what} ({message(error)})") from None
+    def _asked(self, name: str, what: str, request: Callable[[], Answer]) -> Answer:
+        """What a request of a file answers; it is made again for a quarter of a minute. Raises
+        FileNotFoundError, `FileError`.
+        """
+        pauses = iter(PAUSES)
+        while True:
+            try:
+                return request()
+            except FileNotFoundError:
+                raise
+            except Exception as error:  # of any library that fsspec takes
+                pause = next(pauses, None)
+                if pause is None or any(reason in str(error) for reason in LASTING):
+                    place = within(self.address, name)
+                    raise FileError(f"{place} cannot be {what} ({message(error)})") from None
+                time.sleep(pause)
 
 
 @lru_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,15 +81,17 @@ class StepTimes:
         y = self.form.task.made_up(generator, n, tuple(outputs.shape[1:]))
         return x[None], y[None]
 
-    def of(self, backend: str, at_most: float = float("inf")) -> float:
-        """By a backend. Where its first steps take more than four times `at_most`, they count."""
+    def of(self, backend: str, at_most: float = math.inf) -> float:
+        """By a backend, infinite where it fails. Where its first steps take more than four times
+        `at_most`, they count.
+        """
         if backend not in self._known:
             threads = torch.get_num_threads()
             single_thread()
             try:
                 self._known[backend] = self._timed(backend, at_most)
             except RAISED:  # which the run will meet, and say where
-                self._known[backend] = 0.0
+                self._known[backend] = math.inf
             finally:
                 torch.set_num_threads(threads)
         return self._known[backend]

@@ -384,6 +384,25 @@ def test_a_job_may_write_to_an_address_which_is_told_to_whoever_follows_it(tmp_p
         (folder / "summary.json").write_text("{}")
     assert head.fetch(job, tmp_path / "here") == tmp_path / "here"
     assert (tmp_path / "here" / "summary.json").read_text() == "{}"
+    assert head.fetch(job) == place  # a copy is no other place of the run
+    with pytest.raises(ConfigError, match="a folder of this machine"):
+        head.fetch(job, "s3://bucket/run")
+
+
+def test_a_run_directory_that_did_not_come_back_may_be_fetched_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+
+    def fail(archive, member, folder, **_):
+        (folder / member.name).write_text("cut sh")
+        raise OSError("No space left on device")
+
+    head = server(fetched=packed(FOLDER, member("job/data")))
+    with monkeypatch.context() as full:
+        full.setattr(tarfile.TarFile, "extract", fail)
+        with pytest.raises(RunError, match="try again with raydpfl submit --follow job"):
+            head.fetch("job", tmp_path / "out")
+    assert head.fetch("job", tmp_path / "out") == tmp_path / "out"
+    assert (tmp_path / "out" / "data").read_bytes() == b"x"
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])

@@ -177,6 +177,17 @@ def test_what_is_here_is_not_sent(tmp_path):
     assert file_transfer.file(str(tmp_path / "here" / "a"), "no node") == tmp_path / "here" / "a"
 
 
+def test_a_file_arrives_under_each_of_its_names(node, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"weights")
+    with monkeypatch.context() as there:
+        there.setattr(file_transfer.Path, "is_file", lambda path: False)
+        sent = [file_transfer.file(str(tmp_path / name), node) for name in ("a", "b")]
+    assert [path.name for path in sent] == ["a", "b"]
+    assert [path.read_bytes() for path in sent] == [b"weights"] * 2
+
+
 @pytest.mark.parametrize(
     ("files", "error", "reason"),
     [

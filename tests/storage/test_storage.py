@@ -227,6 +227,38 @@ def test_nothing_is_released_that_the_store_has_not_taken(place, released, monke
     assert json.loads(files(place)["summary.json"])["status"] == "failed"
 
 
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_every_request_that_fails_is_made_again(place, fails, monkeypatch):
+    monkeypatch.setattr("raydpfl.storage.store.PAUSES", (0.0,))
+    store = Store(place)
+
+    class Failing:
+        """The file system of a store, of whose every request the first fail."""
+
+        def __init__(self, files):
+            self.files = files
+            self.left = fails
+
+        def __getattr__(self, name):
+            if self.left:
+                self.left -= 1
+                raise OSError("busy")
+            self.left = fails
+            return getattr(self.files, name)
+
+    store.put("a", b"1")
+    store._files = Failing(store._files)
+    requests = [lambda: store.get("a"), store.times, lambda: store.remove(["a"])]
+    for request in requests:
+        if fails < 2:
+            request()
+        else:
+            with pytest.raises(FileError, match=r"local://.*(read|listed|removed) \(busy\)"):
+                request()
+            store._files.left = fails
+    assert fails == 2 or "a" not in store._times("")
+
+
 def test_of_a_run_that_ends_before_it_begins_nothing_is_left(place):
     def interrupted(plan):
         raise KeyboardInterrupt

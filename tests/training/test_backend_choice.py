@@ -1,6 +1,7 @@
 """Which backend trains a model: what it fits, what is refused, and what the log says."""
 
 import logging
+import math
 import re
 import time
 from dataclasses import replace
@@ -542,10 +543,15 @@ def test_a_step_is_timed_by_what_it_takes(local, clip):
     assert times.of("vmap") < times.of("loop")  # several clients at once
 
 
-def test_a_step_that_raises_takes_no_time_as_the_run_will_say_what_fails():
+def test_a_step_that_raises_is_never_the_fastest():
     local = Trained()
     times = StepTimes(made("mlp"), local, form(SHAPE), None, "float32", Workload(10, 20, 1.0))
-    assert times.of("loop") == 0.0
+    assert times.of("loop") == math.inf
+    module = made("residual")
+    for first, other in ((math.inf, 1e-3), (1e-3, math.inf), (math.inf, math.inf)):
+        times = timed(module, Sgd(), {"vmap": first, "loop": other})
+        taken = choose_backend(module, Sgd(), form(SHAPE), times=times)
+        assert taken == ("loop" if other < first else "vmap")
 
 
 def test_steps_much_slower_than_those_of_another_backend_are_timed_once(monkeypatch):
