@@ -700,9 +700,6 @@ def of_samples(
         asked = _covered(mechanism, relation, delta)
         noisy = mechanism.with_noise(z or 1.0)
         if person is not None:
-            if who.cap or who.epoch:
-                expected = f"none with sampling {who.kind}: together samples are covered if fixed, "
-                raise ConfigError("person", person, f"{expected}poisson, full or with_replacement")
             noisy.of_person(person)  # refuses it before anything is computed
         return Budget(noisy, asked, delta, unknown, epsilon, steps=steps, person=person)
 

@@ -17,7 +17,7 @@ from raydpfl.privacy.search import last, narrowed
 from raydpfl.privacy.types import Relation
 from raydpfl.storage.files import cache_root, check, keep_json, kept_json
 
-_VERSION = 7  # of what noise_for returns for the same question: part of the cache's key
+_VERSION = 8  # of what noise_for returns for the same question: part of the cache's key
 _TOLERANCE = 1e-4  # relative, of z
 MOST_ROUNDS = 1 << 20
 

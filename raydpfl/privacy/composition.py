@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -181,6 +181,8 @@ def _correlated(
         if len({run.cohorts for run, _ in same}) > 1:
             return f"{names} draw different cohorts from the same seed {seed}, not independently"
         events = [view.mechanism.event(view.relation) for _, view in same]
+        if len({(str(event.sampling), *astuple(event.sampling)[1:]) for event in events}) > 1:
+            return f"{names} have the same seed {seed}, and are accounted for by other samplings"
         if any(event.skellam or event.squares for event in events):
             noise = (
                 "noise that is Skellam, or correlated over the rounds, of which no amplification"

@@ -236,6 +236,9 @@ class Mechanism:
         if self.laplace and (len(self.queries) > 1 or self.survey or elsewhere):
             expected = "false, or one query, no survey, and noise that the server draws"
             raise ConfigError("laplace", True, expected)
+        if self.laplace and self.sampling.repeats:
+            expected = f"fixed: {self.sampling.scheme.plural()} are not covered with Laplace noise"
+            raise ConfigError("sampling", self.sampling.scheme.kind, expected)
         differ = any(factor != 1 for factor in self.factors)
         object.__setattr__(self, "factors", tuple(self.factors) if differ else ())
         if self.colluders:
@@ -447,8 +450,10 @@ class Mechanism:
         has no proof where they are hidden is no exclusion here.
         """
         everyone = Sampling("full", self.sampling.population, self.sampling.population)
-        # which rounds a client is in is not known: those with the least noise come first
+        # which rounds a client is in is not known: those with the least noise come first, and all
+        # draws of a client may be of one
         ordered = self.factors if self.sampling.everyone else sorted(self.factors)
+        ordered = ordered[:1] if self.sampling.repeats else ordered
         excluded = tuple(words for words in self.exclusions if words != self.unproved)
         return replace(self, sampling=everyone, factors=tuple(ordered), exclusions=excluded)
 
@@ -458,6 +463,10 @@ class Mechanism:
         """
         if not (is_count(group) and 1 <= group <= self.sampling.population):
             expected = f"an integer from 1 to the {self.sampling.population} samples"
+            raise ConfigError("person", group, expected)
+        if self.sampling.cap or self.sampling.epoch:
+            expected = f"none with sampling {self.sampling.scheme.kind}: together samples are "
+            expected += "covered if fixed, poisson, full or with_replacement"
             raise ConfigError("person", group, expected)
         sampling, factor = together(self.sampling, group)
         queries = [replace(query, bound=factor * query.bound) for query in self.queries]

@@ -66,6 +66,7 @@ _LONG = (1 << 18) + 1  # points of a grid, above which Chernoff bounds take rare
 _FREQUENT = 1 << 14  # points on both sides of 0 that are none
 _GROUP = 64
 _SHORT = 4_000_000  # steps of a recursion that Python does while scipy.signal is imported
+_FAR = 1e30  # epsilon at which a curve is at its floor
 _TAIL = 1e-17  # of one round's loss, moved to infinity
 _WINDOW = 1e-15  # of the composed loss, likewise
 _DIRECT = 5e-13  # deltas below it, a round, are those of tilted distributions
@@ -159,6 +160,8 @@ class LossDistribution:
 
     def chernoff(self, epsilon: float, rounds: int) -> float:
         """A bound on delta at `epsilon` that needs no composition; arguments as for `delta`."""
+        if self.infinite == 1:
+            return 1.0
         spent = self._spent(rounds)
         place = epsilon / self.step
         order = _least(lambda order: spent(order) - order * place, self._largest)
@@ -434,26 +437,25 @@ def dots(curve: Curve, step: float, n: int) -> tuple[np.ndarray, float]:
 
 def group_privacy(curve: Curve, group: int) -> Curve:
     """A bound on the curve for `group` units, exchanged one after another, from that of one ([7]
-    Lemma 2.2): delta(eps / group) (e^eps - 1) / (e^(eps / group) - 1).
+    Lemma 2.2): delta(eps / group) (e^eps - 1) / (e^(eps / group) - 1). What that is at the epsilon
+    at which the curve leaves double precision, it is beyond too.
     """
+    last = group * _reach(curve, 1e-300)
 
     def bound(epsilon: np.ndarray) -> np.ndarray:
+        epsilon = np.minimum(epsilon, last)
         each = np.maximum(epsilon / group, 1e-12)  # where the factor is `group` in double precision
-        factor = (
-            np.expm1(-group * each)
-            / np.expm1(-each)
-            * np.exp(np.minimum((group - 1) * each, 700.0))
-        )
-        return np.minimum(factor * curve(epsilon / group), 1.0)
+        factor = np.expm1(-group * each) / np.expm1(-each)
+        exponent = (group - 1) * each + np.log(np.maximum(curve(epsilon / group), 1e-300))
+        return np.minimum(factor * np.exp(np.minimum(exponent, 0.0)), 1.0)
 
     return bound
 
 
 def _reach(curve: Curve, tail: float = _TAIL) -> float:
-    """The epsilon at which the curve has fallen to `tail`."""
+    """The epsilon at which the curve has fallen to `tail`, or to its floor, if that is higher."""
     high = 1e-9 * 2.0 ** np.arange(8)
-    if tail < _TAIL:  # or to its floor, if that is higher
-        tail = max(tail, float(curve(np.array([1e6]))[0]))
+    tail = max(tail, float(curve(np.array([_FAR]))[0]))
     while curve(high[-1:])[0] > tail:
         high = 2.0**8 * high
     high = high[np.argmax(curve(high) <= tail), None]
@@ -472,9 +474,10 @@ def poisson_curves(
     q: float, mu: float, delta: Callable[..., np.ndarray] = gaussian_delta
 ) -> tuple[CurvePair, CurvePair]:
     """One round of the Poisson-sampled Gaussian, under add_remove or zero_out: the curves of
-    removing and of adding a client of probability q < 1 (or its contribution), delta(P, Q) and
+    removing and of adding a client of probability q (or its contribution), delta(P, Q) and
     delta(Q, P) with P = (1-q) N(0, 1) + q N(mu, 1) and Q = N(0, 1).
     """
+    others = math.log1p(-q) if q < 1 else -math.inf
 
     def removed(epsilon: np.ndarray) -> np.ndarray:
         return q * delta(_unsampled(epsilon, q), mu)
@@ -482,7 +485,7 @@ def poisson_curves(
     def added(epsilon: np.ndarray) -> np.ndarray:
         # Q - e^eps P = w (Q - e^eps' N(mu,1)) with w = 1 - e^eps (1-q) and e^eps' = e^eps q / w;
         # nothing is left once w < 0.
-        weight = -np.expm1(np.minimum(epsilon + math.log1p(-q), 1.0))
+        weight = -np.expm1(np.minimum(epsilon + others, 1.0))
         positive = np.maximum(weight, np.finfo(float).tiny)
         inner = epsilon + math.log(q) - np.log(positive)
         return np.where(weight > 0, positive * delta(inner, mu), 0.0)

@@ -4,6 +4,7 @@ PRIVACY.md.
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from raydpfl.privacy import (
     Mechanism,
     Query,
     Sampling,
+    SamplingScheme,
     covers,
     delta,
     epsilon,
@@ -214,9 +216,41 @@ class WithoutWorst(SamplingWithReplacement):
 
 
 def test_a_loss_that_is_beyond_every_grid_is_infinite():
-    sure = Mechanism(Sampling(WithoutWorst(), 1, 90), (Query("updates", 1.0, 0.01),), 1)
+    far = Mechanism(Sampling(WithoutWorst(), 1, 90), (Query("updates", 1.0, 0.01),), 1)
+    assert 1.6e8 < epsilon(far, "replace_one", 1e-100) < 1.65e8  # mu^2 / 2, mu = 18,000
+    sure = far.with_noise(1e-20)
     assert epsilon(sure, "replace_one", 1e-100) == math.inf
     assert delta(sure, "replace_one", 1e3) == 1.0
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_delta_never_grows_with_epsilon(rounds):
+    run = mechanism("poisson", 1000, 100, 10.0, rounds)
+    spent = [delta(run, "add_remove", each) for each in np.geomspace(0.03, 3, 30)]
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(spent))
+
+
+class Floor(SamplingScheme):
+    """A secret that is told with probability 1e-12, next to Poisson samples."""
+
+    kind = "floor"
+
+    def words(self, sampling):
+        return "a floor"
+
+    def curves(self, sampling, mu, relation):
+        raised = [
+            tuple(lambda e, of=curve: 1e-12 + (1 - 1e-12) * of(e) for curve in pair)
+            for pair in pld.poisson_curves(sampling.q, mu)
+        ]
+        return tuple(raised)
+
+
+def test_a_scheme_may_leave_a_delta_that_no_epsilon_covers():
+    run = Mechanism(Sampling(Floor(), 100, 10), (Query("update", 1.0, 1.0),), 1)
+    assert math.isinf(epsilon(run, "add_remove", 1e-15))
+    without = epsilon(mechanism("poisson", 100, 10, 1.0, 1), "add_remove", 1e-5)
+    assert epsilon(run, "add_remove", 1e-5) == pytest.approx(without, rel=1e-4)
 
 
 def test_draws_with_replacement_reduce_to_the_cases_they_contain():
@@ -377,6 +411,12 @@ def test_a_client_drawn_several_times_counts_with_its_multiplicity_when_the_coho
     _, known = guarantees(run, "replace_one", 1e-5, accountants=["pld"], participations=6)
     worst = 4 * 6  # at least 4^2 + 2^2, six draws over two rounds of four
     assert known.epsilon == pytest.approx(float(gaussian_epsilon(0.5 * math.sqrt(worst), 1e-5)))
+
+
+def test_all_draws_of_a_client_may_be_of_the_round_with_the_least_noise():
+    run = replace(at_mu("with_replacement", 0.1, 100, 10, 50), factors=(0.1,) + (1.0,) * 49)
+    _, known = guarantees(run, "replace_one", 1e-5, accountants=["pld"], participations=10)
+    assert known.epsilon == pytest.approx(float(gaussian_epsilon(0.1 / 0.1 * 10, 1e-5)))
 
 
 def unequal(p_max: float, draws: int, mu: float, rounds: int = 1) -> Mechanism:

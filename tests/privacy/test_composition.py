@@ -123,6 +123,11 @@ def test_what_seeds_and_schemes_forbid_is_said():
     assert hidden(planned) and hidden(planned)[0] < joint.guarantees[0].epsilon
     other = together([fixed[0], replace(fixed[1], cohorts="other")], 1e-5, ["pld"], adaptive=False)
     assert not hidden(other) and "different cohorts from the same seed" in other.notes[0]
+    sampling = replace(fixed[1].mechanism.sampling, population=100_000)
+    virtual = replace(fixed[1], mechanism=replace(fixed[1].mechanism, sampling=sampling))
+    for runs in ([fixed[0], virtual], [virtual, fixed[0]]):
+        other = together(runs, 1e-5, ["pld"], adaptive=False)
+        assert not hidden(other) and "accounted for by other samplings" in other.notes[0]
     with pytest.raises(ConfigError, match="one relation for all runs"):
         together([fixed[0], released("poisson", 100, 4.0, 20)], 1e-5, ["pld"])
 

@@ -8,7 +8,17 @@ from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, MixtureGauss
 from scipy.stats import binom, hypergeom
 
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.privacy import LocalSteps, Sampling, SamplingScheme, gaussian_epsilon, pld, rdp
+from raydpfl.errors import ConfigError
+from raydpfl.privacy import (
+    LocalSteps,
+    Mechanism,
+    Query,
+    Sampling,
+    SamplingScheme,
+    gaussian_epsilon,
+    pld,
+    rdp,
+)
 from raydpfl.privacy.calculator import PersonalBudget, of_samples
 from raydpfl.privacy.group import together
 
@@ -176,3 +186,20 @@ def test_a_scheme_that_says_nothing_of_groups_has_group_privacy():
     assert renyi[orders.index(4.0)] == 9 * one[orders.index(16)]
     assert renyi[0] == 9 * one[orders.index(8.0)]
     assert np.isinf(renyi[-1])
+
+
+@pytest.mark.parametrize(("mu", "group"), [(1.0, 5), (1.0, 100), (0.05, 100), (0.01, 1000)])
+def test_group_privacy_says_no_less_than_the_curve_of_the_group(mu, group):
+    bound = pld.group_privacy(lambda epsilon: pld.gaussian_delta(epsilon, mu), group)
+    epsilons = np.geomspace(0.01, 1e5, 200)
+    assert (bound(epsilons) >= pld.gaussian_delta(epsilons, group * mu)).all()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"kind": "truncated_poisson", "cap": 14},
+               {"kind": "random_allocation", "epoch": 10, "per_epoch": 1}]
+)  # fmt: skip
+def test_a_person_is_refused_where_nothing_covers_her(fields):
+    run = Mechanism(Sampling(population=100, cohort=10, **fields), (Query("updates", 1.0, 1.0),), 1)
+    with pytest.raises(ConfigError, match="person = 3: expected none with sampling"):
+        run.of_person(3)

@@ -205,6 +205,18 @@ def test_fewer_bits_cost_more_and_many_cost_what_a_gaussian_does(kind, n):
         assert spent[-1] < least * 1.005
 
 
+@pytest.mark.parametrize("relation", ["add_remove", "zero_out", "replace_one"])
+@pytest.mark.parametrize(
+    ("n", "population", "z", "rounds"),
+    [(99, 100, 1.0, 1), (450, 900, 2.0, 10), (90, 900, 0.5, 10), (810, 900, 5.0, 60)],
+)
+def test_skellam_noise_is_never_cheaper_than_gaussian_noise(n, population, z, rounds, relation):
+    """The curve of the Gaussian is attained, and a Skellam sum of many steps is nearly Gaussian."""
+    released = mechanism("skellam", 16, 1, z, n, population, rounds)
+    spent = epsilon(released, relation, 1e-5, accountant="rdp")
+    assert spent >= epsilon(gaussian(released), relation, 1e-5)
+
+
 def test_delta_and_epsilon_of_integers_are_of_one_curve():
     released = mechanism("discrete_gaussian", 12)
     spent = epsilon(released, "replace_one", 1e-5)

@@ -69,6 +69,17 @@ def test_one_round_is_below_the_claim_in_all_worlds_on_a_line():
         assert deltas[4] > deltas[2] * 1.05
 
 
+def test_who_joins_a_cohort_that_is_full_takes_the_place_of_another():
+    """20 clients that send -1, and with the one that joins any 20 of the 21."""
+    full = Sampling("truncated_poisson", 20, 20, cap=20)
+    here = norm.pdf(X, -18, 1) * 20 / 21 + norm.pdf(X, -20, 1) / 21
+    there = norm.pdf(X, -20, 1)
+    run = Mechanism(full, (Query("updates", 1.0, 1.0),), 1)
+    for eps in (1.0, 4.0, 9.0):
+        told = float(np.maximum(here - math.exp(eps) * there, 0).sum() * (X[1] - X[0]))
+        assert delta(run, "add_remove", eps) >= told * (1 - 1e-4) > 0
+
+
 def hold_the_worst_world(sampling, relation, std, exact=True):
     mechanism = Mechanism(sampling, (Query("updates", 1.0, std),), 1)
     worst = dict.fromkeys((0.0, 0.3, 2.0), 0.0)

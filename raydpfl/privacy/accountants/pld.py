@@ -107,11 +107,13 @@ class Pld(Accountant):
         rounds, part = _charged(event, count)
         bounds = [loss.chernoff(epsilon, rounds) for loss in _losses(event, rounds, part, 1.0)]
         near = max(_OF_CHERNOFF * max(bounds), 1e-300)
-        losses = _losses(event, rounds, part, near)
-        deltas = [loss.delta(epsilon, rounds, near) for loss in losses]
+        composed = 1.0
+        for about in (near, 1.0):  # Chernoff's bound of a few releases may be far from what is
+            losses = _losses(event, rounds, part, about)
+            composed = min(composed, max(loss.delta(epsilon, rounds, about) for loss in losses))
         if _by_rdp(event) and _loose(event, losses):
-            return min(max(deltas), Rdp().delta_of(event, epsilon, count))
-        return min(max(deltas), 1.0)
+            return min(composed, Rdp().delta_of(event, epsilon, count))
+        return composed
 
     def together(self, parts: Sequence[Part], delta: float) -> float:
         """All Gaussians over everyone are one."""

@@ -82,6 +82,8 @@ def _divergences(event: Event) -> np.ndarray:
         # what is zeroed is replaced by zeros, at most twice as far
         moved = 1 if event.relation == "replace_one" else 2
         replaced = replace(skellam, square=moved**2 * skellam.square)
+        if event.relation == "add_remove":  # another takes the place of who is absent
+            one = replaced.renyi(rdp.ORDERS)
         one = np.minimum(one, sampling.scheme.amplified(sampling, replaced.renyi))
     elif sampling.hidden:
         one = sampling.scheme.renyi(sampling, event.mu, event.relation)

@@ -31,6 +31,10 @@ class TruncatedPoissonSampling(SamplingScheme):
             expected = f"an integer from the cohort of {sampling.cohort} on"
             raise ConfigError("cap", sampling.cap, expected)
 
+    def everyone(self, sampling):
+        """Not where a client that is added may take the place of another."""
+        return sampling.cohort == sampling.population < sampling.cap
+
     def size(self, sampling):
         return None
 
@@ -64,7 +68,8 @@ def _mixed(sampling: Sampling, mixture: Callable, cost: Callable[[Sampling], Any
     from scipy.stats import binom
 
     chance = float(binom.sf((sampling.cap or 0) - 1, sampling.population, sampling.q))
-    below = replace(sampling, kind="poisson", cap=None)
-    if not chance:
-        return cost(below)
-    return mixture([(1 - chance, cost(below)), (chance, cost(replace(below, kind="fixed")))])
+    kinds = {"poisson": 1 - chance, "fixed": chance}
+    parts = [(p, replace(sampling, kind=kind, cap=None)) for kind, p in kinds.items() if p]
+    if len(parts) == 1:
+        return cost(parts[0][1])
+    return mixture([(p, cost(part)) for p, part in parts])
