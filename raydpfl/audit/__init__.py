@@ -248,18 +248,23 @@ def result_folder(
         taken = folder is not None and folder.exists()
         if folder is not None and taken and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError("--out", str(folder), "a new or empty directory")
+        if folder is not None:
+            make_folder(folder)  # refused before anything is trained
 
         def write(plan: Plan, results: dict[str, Any], scores: pa.Table | None) -> None:
             if folder is None:
                 return
-            make_folder(folder)
             config = plan.experiment.to_yaml().encode()
             replace_file(folder / "config.yaml", lambda file: file.write(config))
             if scores is not None:
                 write_table(folder / "scores.parquet", scores)
             write_json(folder / "audit.json", results)
 
-        yield write
+        try:
+            yield write
+        finally:
+            if folder is not None and not taken and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def _check(e: Experiment, canaries: int, confidence: float, delta: float | None) -> None:

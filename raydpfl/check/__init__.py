@@ -19,6 +19,7 @@ Clauses are functions of a case, in a file for each family. A clause that is loo
 statistics raises a false alarm in at most one check of a million.
 """
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -175,9 +176,12 @@ def resolved(target: str | type) -> tuple[str, type, str]:
 
 
 def _built_in(name: str) -> tuple[str, type, str] | None:
-    """A member by `family:kind`, or by its kind alone. Raises `ConfigError` for one of several."""
-    section, colon, kind = name.partition(":")
-    if colon:
+    """A member by `family:kind`, `family.kind`, or by its kind alone. Raises `ConfigError` for one
+    of several.
+    """
+    *parts, kind = re.split("[.:]", name)
+    section = ".".join(parts)
+    if section:
         cls = BUILT_IN.get(section, {}).get(kind)
         return None if cls is None else (section, cls, kind)
     matches = [

@@ -182,7 +182,7 @@ def new(
     from raydpfl.cli import new_project
 
     print("\n".join(str(path) for path in new_project.make(folder, family)))
-    print(NEXT.format(folder=folder))
+    print(NEXT.format(folder=shlex.quote(str(folder))))
 
 
 @app.command()
@@ -281,7 +281,7 @@ def reproduce(
 
     console = _console(quiet)
     if listed:
-        for name, value in {"out": out, "resume": resume, "address": address}.items():
+        for name, value in {"out": out, "resume": resume, "address": address, "only": only}.items():
             if value:
                 raise ConfigError(f"--{name}", str(value), "none with --list, which runs nothing")
         list_studies(console, studies or (), scale, seeds, data_root)
@@ -359,6 +359,9 @@ def submit(
     options = [option for option in (config, follow, stop) if option is not None]
     if len(options) != 1:
         raise ConfigError("submit", config, "a CONFIG, or --follow ID, or --stop ID")
+    if config is None and (resume or there):
+        option, value = ("--resume", resume) if resume else ("--there", True)
+        raise ConfigError(option, value, "a CONFIG next to it")
     job = options[0]
     with directed("submit", *([config] if config else [])):
         server = JobServer(address)
@@ -687,6 +690,8 @@ def kinds(
     from raydpfl.cli import kinds as reference
 
     if schema:
+        if name:
+            raise ConfigError("--schema", True, f"no {name} next to it: it is of a whole config")
         _print_json(config_schema.schema())
     elif as_json:
         _print_json([asdict(kind) for kind in reference.of(name)])
@@ -762,7 +767,7 @@ datasets = typer.Typer(no_args_is_help=True, help="What there is to train on.")
 app.add_typer(datasets, name="data")
 DATA = completion.of_family("data")
 SOME = "Some of them, or import paths of your own classes."
-FETCHED = "One of those that raydpfl data list shows."
+FETCHED = "One whose place raydpfl data list names raydpfl data fetch."
 DESCRIBED = "A config and fields to change; or data files, or a folder, and fields of data."
 PICTURE = "A picture of the classes of each client: a file .svg, .png or .pdf."
 
@@ -841,10 +846,12 @@ def data_describe(
 
 def _is_config(name: str) -> bool:
     """Whether a name is that of a config or of a run's directory, and not of data."""
+    if storage.elsewhere(name):
+        return True
     folder = Path(name)
     if folder.is_dir():
         return any((folder / name).exists() for name in ("config.yaml", "sweep.yaml"))
-    return folder.suffix in (".yaml", ".yml") or "=" in name
+    return folder.suffix in (".yaml", ".yml") or ("=" in name and not folder.exists())
 
 
 def _understood(arguments: list[str], data_root: Path | None) -> str:
@@ -897,7 +904,7 @@ def _kept(config: str, trust_code: bool) -> AbstractContextManager[Any]:
 
 def _new_folder(config: str, what: str = "") -> str:
     """A directory under runs/ for what begins now, named by the config."""
-    return f"runs/{Path(config).stem}{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return str(storage.new(f"{Path(config).stem}{what}"))
 
 
 def _no_folder(asked: str, what: str, command: str = "") -> NoReturn:

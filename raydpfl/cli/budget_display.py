@@ -66,7 +66,7 @@ def _curves(budget: Budget | PersonalBudget) -> Iterator[RenderableType]:
 def _of_runs(joint: Composition) -> RenderableType:
     head = Table.grid(padding=(0, 2))
     for run in joint.runs:
-        head.add_row(run.name, str(run))
+        head.add_row(Text(run.name), Text(str(run)))
     first = joint.guarantees[0]
     subject = joint.subject or f"{len(joint.runs)} runs together"
     title = f"Epsilon of {subject}, at delta {first.delta:g}"

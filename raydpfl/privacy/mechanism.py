@@ -236,9 +236,6 @@ class Mechanism:
         if self.laplace and (len(self.queries) > 1 or self.survey or elsewhere):
             expected = "false, or one query, no survey, and noise that the server draws"
             raise ConfigError("laplace", True, expected)
-        if self.laplace and self.sampling.repeats:
-            expected = f"fixed: {self.sampling.scheme.plural()} are not covered with Laplace noise"
-            raise ConfigError("sampling", self.sampling.scheme.kind, expected)
         differ = any(factor != 1 for factor in self.factors)
         object.__setattr__(self, "factors", tuple(self.factors) if differ else ())
         if self.colluders:

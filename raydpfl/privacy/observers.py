@@ -59,7 +59,8 @@ def views(
     unsampled = mechanism.unsampled()
     most = None if sampling.everyone else participations
     spent = sampling.scheme.participations(sampling, rounds, most)
-    if not sampling.everyone:
+    # that m draws cost m^2 rounds at most is so of Gaussian noise
+    if not sampling.everyone and not (mechanism.laplace and sampling.repeats):
         scope = Scope.of_cohorts(sampling, spent, also)
         relation = "zero_out" if relation == "add_remove" else relation
         yield ObserverView(Observer.AGGREGATES, scope, unsampled, relation, spent.gaussians)

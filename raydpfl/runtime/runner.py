@@ -99,7 +99,7 @@ def run(
     Raises `ConfigError` with nothing started or written, `RunError` for a run that failed, and
     `KeyboardInterrupt` by Ctrl-C or SIGTERM, with everything saved once there was a round.
     """
-    place = out if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    place = out if out is not None else storage.new("run")
     root = Path(data_root) if data_root else None
     with signals.handled(), storage.at(place) as folder:
         _check_folder(folder, resume, fresh_noise)

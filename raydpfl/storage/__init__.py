@@ -16,6 +16,8 @@ import hashlib
 import logging
 import re
 import tempfile
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -50,6 +52,11 @@ WAIT = 1.0  # seconds that a killed process may take to let go of its copy
 def named(name: str | Path) -> str | Path:
     """What a directory is called: its address, or its path."""
     return str(name) if elsewhere(name) else local_path(name)
+
+
+def new(name: str) -> Path:
+    """A directory under runs/ for what begins now, by a name that nothing else takes."""
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
 
 
 def absolute(name: str | Path) -> str:

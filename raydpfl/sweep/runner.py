@@ -5,7 +5,6 @@ trials.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ def run(
         ConfigError: the sweep cannot be run; nothing has been started or written.
         RunError: it was cut off.
     """
-    place = out if out is not None else Path("runs") / time.strftime("sweep-%Y%m%d-%H%M%S")
+    place = out if out is not None else storage.new("sweep")
     with signals.handled(), storage.at(place) as folder:
         runner = SweepRunner(sweep, folder, on_change)
         resources = Resources(data_root, address, sweep.search.cpus)

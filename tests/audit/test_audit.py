@@ -831,6 +831,10 @@ def test_the_command_prints_the_verdict_and_leaves_scores_and_plain_json(
     assert stored["passed"] is True and stored["false_alarm"]["checks and estimates"] < 2e-3
     with pytest.raises(ConfigError, match="a new or empty directory"):
         audit(small(), tmp_path / "sound")
+    (tmp_path / "file").touch()
+    trained = lambda *_: pytest.fail("trained before --out was refused")  # noqa: E731
+    with pytest.raises(ConfigError, match="a directory that can be made"):
+        audit(small(), tmp_path / "file" / "out", on_round=trained)
     half_the_clients_noise(monkeypatch)
     code, out, said = typed(*command, tmp_path / "broken", "--json")
     assert code == 1 and "not as private as it claims" in said

@@ -48,6 +48,10 @@ def test_every_member_keeps_the_promises_of_its_family(name):
     assert all(clause.kept for clause in found), render(found)
 
 
+def test_a_member_is_named_as_configs_and_as_kinds_name_it():
+    assert resolved("bounding:clip") == resolved("bounding.clip") == resolved("clip")
+
+
 @pytest.fixture(autouse=True)
 def _fewer_cohorts(monkeypatch):
     monkeypatch.setattr(selection, "SECONDS", 1)

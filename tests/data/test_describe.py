@@ -366,6 +366,14 @@ def parsed(folder, **keys):
     return data.parse({"kind": "table", "train": file.name, "x": "x", "clients": 2, **keys})
 
 
+def test_a_path_with_an_equals_sign_is_that_of_data(tmp_path, typed, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "year=2024").mkdir()
+    np.savez(tmp_path / "year=2024" / "a.npz", x=FLOATS, label=CLASS)
+    code, out, _ = typed("data", "describe", "year=2024/a.npz", "--data-root", tmp_path)
+    assert code == 0 and "year=2024/a.npz" in out
+
+
 def test_decimals_are_numbers(tmp_path):
     price = [Decimal(row) / 4 for row in range(6)]
     pq.write_table(pa.table({"x": price, "label": [0, 1] * 3}), tmp_path / "a.parquet")

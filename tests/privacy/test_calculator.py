@@ -18,7 +18,15 @@ from raydpfl import privacy, run
 from raydpfl.cli import budget_display
 from raydpfl.errors import ConfigError
 from raydpfl.methods.noise import FAMILY
-from raydpfl.privacy import Mechanism, Query, Sampling, calculator, gaussian_epsilon
+from raydpfl.privacy import (
+    Mechanism,
+    Query,
+    RunRelease,
+    Sampling,
+    calculator,
+    gaussian_epsilon,
+    together,
+)
 from raydpfl.privacy.factorization import STRATEGIES
 from raydpfl.simulation import planned_guarantee
 
@@ -54,6 +62,15 @@ def cache(tmp_path_factory, monkeypatch):
 def ask(unit, given, rounds=None, **options) -> calculator.Budget:
     repeated = {"rounds" if unit == "client" else "participations": rounds} if rounds else {}
     return calculator.from_options(unit, **given, **options, **repeated)
+
+
+def test_brackets_in_the_name_of_a_run_are_shown():
+    mechanism = Mechanism(Sampling("fixed", 100, 10), (Query("updates", 1.0, 2.0),), 3)
+    named = [
+        RunRelease(f"runs/a[{k}]", mechanism, "replace_one", 3, None, k, "") for k in ("x", "y")
+    ]
+    text = shown(together(named, 1e-5, ["pld"]))
+    assert "runs/a[x]" in text and "runs/a[y]" in text
 
 
 def shown(found, width: int = 100) -> str:

@@ -12,7 +12,7 @@ from raydpfl import run
 from raydpfl.errors import ConfigError
 from raydpfl.methods.noise import FAMILY
 from raydpfl.methods.noise.laplace import LaplaceSource
-from raydpfl.privacy import Mechanism, Query, Sampling, delta, epsilon, tradeoff
+from raydpfl.privacy import Mechanism, Query, Sampling, delta, epsilon, guarantees, tradeoff
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.privacy.laplace import laplace_delta
 
@@ -97,6 +97,14 @@ def test_fixed_cohorts_are_covered_and_others_named():
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=reason):
             epsilon(fixed, relation, DELTA, accountant=accountant)
+
+
+def test_draws_with_replacement_are_not_covered():
+    """Moved by m bounds, Laplace noise is not dominated by m^2 rounds, as Gaussian noise is."""
+    sampling = Sampling("with_replacement", 100, 10)
+    drawn = Mechanism(sampling, (Query("u", 1.0, 100.0),), 3, laplace=True)
+    spent = guarantees(drawn, "replace_one", 1e-3, accountants=["pld"], participations=2)
+    assert all(math.isinf(one.epsilon) for one in spent)
 
 
 def test_the_noise_is_laplace_and_its_scores_are_normal():

@@ -72,9 +72,6 @@ OTHERS = {
     "update.bound": [lambda: Query("update", 0.0, 1.0), lambda: Query("update", math.inf, 1.0)],
     "update.std": [lambda: Query("update", 1.0, -1.0), lambda: Query("update", 1.0, math.nan)],
     "queries": [partial(replace, MECHANISM, queries=each) for each in ((), (LOSSES,))],
-    "sampling": [
-        partial(Mechanism, Sampling("with_replacement", 10, 2), (QUERY,), 1, laplace=True)
-    ],
     "rounds": [partial(replace, MECHANISM, rounds=each) for each in (0, True)],
     "placement": [lambda: replace(MECHANISM, placement="cloud")],
     "multiplier": [lambda: MECHANISM.with_noise(-1.0)],

@@ -12,7 +12,7 @@ import numpy as np
 import processes
 import pytest
 
-from raydpfl import data
+from raydpfl import data, storage
 from raydpfl.data import Shards, prepare
 from raydpfl.data.features.resnet18 import ResNet18Features
 from raydpfl.errors import ConfigError
@@ -355,3 +355,11 @@ def test_what_another_could_have_kept_is_not_read(how, cache):
             place.symlink_to(cache / "other.json")
     with pytest.raises(OSError):
         files.kept_json(place)
+
+
+def test_directories_that_begin_in_one_second_have_other_names():
+    assert len({storage.new("run") for _ in range(5)}) == 5
+
+
+def test_a_file_address_is_a_path(tmp_path):
+    assert storage.within(f"file://{tmp_path}/a%20b", "c") == str(tmp_path / "a b" / "c")

@@ -100,6 +100,13 @@ OTHERS = {
 }
 
 
+def test_windows_that_may_miss_the_image_are_not_compiled():
+    pool = nn.MaxPool2d((2, 1), (1, 1), (1, 0), dilation=(2, 1))
+    module = nn.Sequential(nn.Conv2d(2, 3, (6, 6)), pool, nn.Flatten(), nn.Linear(3, CLASSES))
+    with pytest.raises(NoStack, match="padding and dilation"):
+        convolutional.links(module)
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap of weight_norm
 @pytest.mark.parametrize("kind", OTHERS)
 def test_what_is_no_stack_is_not_taken_for_one_and_is_trained_right(kind):

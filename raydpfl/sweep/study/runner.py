@@ -5,7 +5,6 @@ results of its own runs, never from the order in which they end.
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -145,11 +144,10 @@ def reproduce(
 
 
 def _places(studies: Sequence[Study], out: str | Path | None) -> list[str | Path]:
-    stamp = time.strftime("%Y%m%d-%H%M%S")
     ids = [study.about.id for study in studies]
     if len(ids) == 1:
-        return [out if out is not None else Path("runs") / f"{ids[0].replace('/', '-')}-{stamp}"]
+        return [out if out is not None else storage.new(ids[0].replace("/", "-"))]
     if len(set(ids)) < len(ids) or not ids:
         raise ConfigError("study", ids, "studies with ids that differ")
-    folder = out if out is not None else Path("runs") / f"studies-{stamp}"
+    folder = out if out is not None else storage.new("studies")
     return [storage.within(folder, *name.split("/")) for name in ids]
