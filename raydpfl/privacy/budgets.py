@@ -183,15 +183,11 @@ FAMILY: dict[str, type[BudgetDistribution]] = {
 }
 
 
+def constant(epsilon: float) -> ConstantBudget:
+    """The same budget for everyone; the floor is no higher."""
+    return ConstantBudget(epsilon=epsilon, floor=min(epsilon, FLOOR))
+
+
 def parse(values: Any) -> BudgetDistribution:
-    """The distribution that `noise.epsilon` names: a number (of everyone; the floor is no higher),
-    or a mapping with a kind. Raises `ConfigError`.
-    """
-    if isinstance(values, BudgetDistribution):
-        return values
-    if isinstance(values, int | float) and not isinstance(values, bool):
-        if not 0 < values < math.inf:
-            expected = "a positive finite number, or a distribution of budgets"
-            raise ConfigError(FIELD, values, expected)
-        return ConstantBudget(epsilon=values, floor=min(values, FLOOR))
+    """The distribution that `noise.epsilon` names, a mapping with a kind. Raises `ConfigError`."""
     return choose(FIELD, values, FAMILY, BudgetDistribution)
