@@ -183,9 +183,11 @@ FAMILY: dict[str, type[BudgetDistribution]] = {
 }
 
 
-def constant(epsilon: float) -> ConstantBudget:
-    """The same budget for everyone; the floor is no higher."""
-    return ConstantBudget(epsilon=epsilon, floor=min(epsilon, FLOOR))
+def distribution(value: float | BudgetDistribution) -> BudgetDistribution:
+    """A distribution itself, or a number for everyone; the floor is no higher than that."""
+    if isinstance(value, BudgetDistribution):
+        return value
+    return ConstantBudget(epsilon=value, floor=min(value, FLOOR))
 
 
 def parse(values: Any) -> BudgetDistribution:

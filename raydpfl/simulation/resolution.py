@@ -208,8 +208,7 @@ def _individual(
     for expected, fails in refused.items():
         if fails:
             raise ConfigError("privacy.individual", str(asked), f"none without {expected}")
-    own = asked if isinstance(asked, budgets.BudgetDistribution) else budgets.constant(asked)
     with renamed(lambda name: name.replace("noise.epsilon", "privacy.individual")):
-        epsilons = own.draw(experiment.seed, len(population), data_root)
+        epsilons = budgets.distribution(asked).draw(experiment.seed, len(population), data_root)
     terms = experiment.terms
     return IndividualBudgets(epsilons, terms.delta, terms.relation)

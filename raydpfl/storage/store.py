@@ -151,8 +151,10 @@ class Store:
         """Removes files; those that are not there are passed over. Raises `FileError`."""
         for name in names:
             with suppress(FileNotFoundError):
-                remove = partial(self._files.delete_file, f"{self._root}/{name}")
-                self._asked(name, "removed", remove)
+                self._asked(name, "removed", partial(self._remove, name))
+
+    def _remove(self, name: str) -> None:
+        self._files.delete_file(f"{self._root}/{name}")
 
     def _asked(self, name: str, what: str, request: Callable[[], Answer]) -> Answer:
         """What a request of a file answers; it is made again for a quarter of a minute. Raises

@@ -11,7 +11,7 @@ from scipy.stats import binomtest, ks_2samp, kstest, norm, uniform
 
 from raydpfl.core import prng
 from raydpfl.errors import ConfigError
-from raydpfl.privacy.budgets import BudgetDistribution, constant, parse
+from raydpfl.privacy.budgets import BudgetDistribution, distribution, parse
 
 FALSE_ALARM = 1e-4  # of each statistical test; all seeds are fixed
 
@@ -51,7 +51,7 @@ def test_a_component_that_is_nearly_always_negative_is_drawn_from_its_tail():
 
 
 @pytest.mark.parametrize(
-    "law", [constant(0.3), parse({"kind": "uniform", "public": 0.3}), mixture(0.5, 10)]
+    "law", [distribution(0.3), parse({"kind": "uniform", "public": 0.3}), mixture(0.5, 10)]
 )
 def test_a_clients_budget_depends_on_its_number_and_the_seed_alone(law):
     many = law.draw(seed=5, clients=1000)
@@ -118,4 +118,4 @@ def test_a_law_that_cannot_be_is_refused_in_one_line(law, message, tmp_path):
 
 
 def test_a_plain_number_has_no_floor_above_it():
-    assert constant(0.001).draw(0, 2).tolist() == [0.001, 0.001]
+    assert distribution(0.001).draw(0, 2).tolist() == [0.001, 0.001]

@@ -15,7 +15,8 @@ _UNLIKELY = 1e-12
 
 class FixedSizeSampling(SamplingScheme):
     """`cohort` of the population, all subsets equally likely. The place of a client that is not
-    drawn is another's: a client that may be absent moves the sum by two bounds too.
+    drawn is another's: a client that may be absent moves the sum by two bounds too. A cohort of the
+    whole population is everyone, also where a client is added.
     """
 
     kind = "fixed"
