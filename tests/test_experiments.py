@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from raydpfl.simulation.provenance import COMPILED
 from raydpfl.sweep.study import builtin
 
@@ -27,6 +29,7 @@ def test_every_committed_table_was_computed_by_the_noise_of_now():
         )
 
 
+@pytest.mark.slow
 def test_the_readmes_are_written_from_the_tables_that_lie_there(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     readmes = importlib.import_module("readmes")

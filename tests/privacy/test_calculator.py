@@ -341,6 +341,7 @@ def test_no_number_is_split_in_eighty_columns(unit, given):
             assert f"{one.epsilon:.4g}{'*' * bool(one.conditions_failed)}" in words
 
 
+@pytest.mark.slow
 def test_a_config_is_answered_as_its_run_reports(tmp_path):
     noise = {"kind": "gaussian", "epsilon": 9.0, "delta": 1e-5}
     asked = experiment(noise=noise, bounding={"bound": 0.5}, privacy=ALL_THREE)
