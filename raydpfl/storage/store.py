@@ -78,7 +78,7 @@ class Store:
         Raises:
             FileError: the store does not answer for a quarter of a minute, here and below.
         """
-        return self._asked(names, "listed", lambda: self._times(names))
+        return self._request(names, "listed", lambda: self._times(names))
 
     def _times(self, names: str) -> dict[str, int | None]:
         from pyarrow.fs import FileSelector
@@ -98,7 +98,7 @@ class Store:
         Raises:
             FileError: the store does not take it.
         """
-        self._asked(name, "written", lambda: self._write(f"{self._root}/{name}", content))
+        self._request(name, "written", lambda: self._write(f"{self._root}/{name}", content))
 
     def put_file(self, name: str, path: Path) -> None:
         """As `put`, of what a file of this machine holds."""
@@ -124,7 +124,7 @@ class Store:
 
     def get(self, name: str) -> bytes:
         """What a file holds. Raises FileNotFoundError, `FileError`."""
-        return self._asked(name, "read", lambda: self._read(name))
+        return self._request(name, "read", lambda: self._read(name))
 
     def _read(self, name: str) -> bytes:
         with self._files.open_input_stream(f"{self._root}/{name}") as file:
@@ -145,25 +145,25 @@ class Store:
 
         where = (f"{self._root}/{name}", str(path), self._files, LocalFileSystem())
         with suppress(FileNotFoundError):
-            self._asked(name, "read", lambda: copy_files(*where))
+            self._request(name, "read", lambda: copy_files(*where))
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes files; those that are not there are passed over. Raises `FileError`."""
         for name in names:
             with suppress(FileNotFoundError):
-                self._asked(name, "removed", partial(self._remove, name))
+                self._request(name, "removed", partial(self._remove, name))
 
     def _remove(self, name: str) -> None:
         self._files.delete_file(f"{self._root}/{name}")
 
-    def _asked(self, name: str, what: str, request: Callable[[], Answer]) -> Answer:
+    def _request(self, name: str, what: str, call: Callable[[], Answer]) -> Answer:
         """What a request of a file answers; it is made again for a quarter of a minute. Raises
         FileNotFoundError, `FileError`.
         """
         pauses = iter(PAUSES)
         while True:
             try:
-                return request()
+                return call()
             except FileNotFoundError:
                 raise
             except Exception as error:  # of any library that fsspec takes

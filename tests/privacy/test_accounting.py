@@ -231,7 +231,7 @@ def test_delta_never_grows_with_epsilon(rounds):
 
 
 class Floor(SamplingScheme):
-    """A secret that is told with probability 1e-12, next to Poisson samples."""
+    """A secret that is revealed with probability 1e-12, next to Poisson samples."""
 
     kind = "floor"
 

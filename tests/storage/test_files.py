@@ -363,3 +363,9 @@ def test_directories_that_begin_in_one_second_have_other_names():
 
 def test_a_file_address_is_a_path(tmp_path):
     assert storage.within(f"file://{tmp_path}/a%20b", "c") == str(tmp_path / "a b" / "c")
+
+
+def test_a_relative_cache_is_a_whole_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAYDPFL_CACHE", "cache")
+    assert files.cache_root() == tmp_path / "cache"

@@ -318,3 +318,13 @@ def test_rays_gauges_say_where_the_run_is(shared_ray, tmp_path, monkeypatch, cap
     epsilon = result.rounds["epsilon_rdp"].to_pylist()[-1]
     assert seen["raydpfl_round"][-1] == (4.0, tags) and seen["raydpfl_epsilon"][-1][0] == epsilon
     assert seen["raydpfl_replaced"][-1][0] == 0 and seen["raydpfl_clients_per_second"][-1][0] > 0
+
+
+def test_a_run_that_is_measured_after_its_rounds_is_not_interrupted_to_its_tracker(
+    tmp_path, monkeypatch
+):
+    reasons = []
+    monkeypatch.setattr(Kept, "close", lambda _, summary: reasons.append(summary["reason"]))
+    of = tracked(MINE, measure=["selection"])
+    assert run_one(of, tmp_path / "run").summary["status"] == "completed"
+    assert reasons == [None]

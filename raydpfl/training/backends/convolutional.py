@@ -364,11 +364,11 @@ def _pooling(arguments: Mapping[str, Any]) -> Pool:
         [value, value] if isinstance(value, int) else list(value)
         for value in (kernel, stride or kernel, *others)
     )
-    made = (*pairs, arguments["ceil_mode"])
-    *_, padding, dilation, _ = made
-    if any(pad and apart > 1 for pad, apart in zip(padding, dilation, strict=True)):
+    pool = (*pairs, arguments["ceil_mode"])
+    *_, padding, dilation, _ = pool
+    if any(pad and step > 1 for pad, step in zip(padding, dilation, strict=True)):
         raise NoStack("max-pooling with padding and dilation is not supported")
-    return made
+    return pool
 
 
 class Convolutional(OneByOne):
