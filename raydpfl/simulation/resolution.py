@@ -122,11 +122,11 @@ def resolve(
         variances = partial(experiment.noise.variances, seed, samples, batches, data_root)
         table = selection.table(len(sizes), data_root)
         population = Population(sizes, selection.costs(d, variances), table)
-        check_means(selection, experiment.bounding, experiment.stateful, population)
         cohorts = selection.sampling(population)
         bound = setting.per_sample_bound
         client, seconds = _client(experiment, shards, form, module, bound, cohorts.cohort)
         noise = experiment.noise.resolved(setting, cohorts)
+        check_means(selection, experiment.bounding, experiment.stateful, population)
         weight = float(
             np.abs(client_weights(experiment.weights, selection, population)).max(initial=0.0)
         )
