@@ -340,16 +340,10 @@ def varying(cases: Sequence[LabelledRun]) -> list[str]:
 def arrange(
     cases: Sequence[LabelledRun], colour: str, facet: Sequence[str] = (), x: str = ""
 ) -> list[Panel]:
-    """A panel for the labels of every axis that varies but `colour`, whose labels are its groups.
-
-    Runs are never averaged over anything but their seeds.
-
-    Args:
-        cases: all of them.
-        colour: the axis of the groups.
-        facet: axes that make a grid, where two of them vary: the last one goes across, unless it
-            has too many labels, and the others, with all further axes, go down.
-        x: an axis whose labels stand side by side in each panel.
+    """A panel for the labels of every axis that varies but `colour`, whose labels are its groups,
+    and `x`, whose labels stand side by side in each panel. Runs are never averaged over anything
+    but their seeds. `facet`: axes that make a grid, where two of them vary: the last one goes
+    across, unless it has too many labels, and the others, with all further axes, go down.
     """
     axes = [axis for axis in varying(cases) if axis not in (colour, x)]
     inside = grouped(cases, lambda case: case.at(axes))

@@ -141,9 +141,7 @@ def data_root(root: Path | None) -> Path:
 
 def find_file(field: str, name: str, root: Path | None, what: str = "file") -> Path:
     """The file, or what else of `FOUND` is asked for, `name`: absolute, or relative to the data
-    root or the working folder.
-
-    Raises `ConfigError` naming `field` where there is none.
+    root or the working folder. Raises `ConfigError` naming `field` where there is none.
     """
     for path in (data_root(root) / name, Path(name)):
         with suppress(OSError):  # a name that is too long, or a folder that may not be entered
@@ -154,9 +152,7 @@ def find_file(field: str, name: str, root: Path | None, what: str = "file") -> P
 
 
 def file_identity(field: str, name: str, root: Path | None) -> list[str]:
-    """Suffix and digest of the file `name`, which any other contents change, and any other
-    reader.
-
+    """Suffix and digest of the file `name`, which any other contents change, and any other reader.
     Raises `ConfigError` naming `field` where the file is missing or cannot be read.
     """
     path = find_file(field, name, root)
@@ -286,10 +282,8 @@ def whole(folder: Path) -> bool:
 
 def put(folder: Path, fill: Callable[[Path], object]) -> None:
     """Has `fill` write files into a folder of the cache that takes the place `folder`, whole or not
-    at all.
-
-    One that is there already and whole stays; one that is not is replaced. Raises `ConfigError` for
-    a cache that cannot be written or has no room, and whatever else `fill` raises.
+    at all. One that is there already and whole stays; one that is not is replaced. Raises
+    `ConfigError` for a cache that cannot be written or has no room, and whatever `fill` raises.
     """
     scratch, aside = (folder.parent / f".{folder.name}-{uuid.uuid4().hex}" for _ in range(2))
     try:
@@ -353,15 +347,9 @@ def holding(folder: Path, patience: float = -1) -> Iterator[None]:
     """Holds `folder` against other processes, by its lock file `LOCK`, which goes with it.
 
     The lock is the operating system's, so a killed process holds it no longer; filelock takes a
-    file for none that was removed after another process had opened it.
-
-    Args:
-        folder: where the lock file is made.
-        patience: seconds to wait for another process; below 0, as long as it takes.
-
-    Raises:
-        filelock.Timeout: when another process holds it after `patience` seconds.
-        OSError: where no lock file can be made or locked.
+    file for none that was removed after another process had opened it. Raises filelock.Timeout when
+    another process holds it after `patience` seconds (below 0, it is waited for), and OSError where
+    no lock file can be made or locked.
     """
     path = folder / LOCK
     with FileLock(path, timeout=patience):

@@ -297,11 +297,8 @@ class PublishedTable:
     def columns(
         self, axes: Mapping[str, Sequence[str]], stated: Mapping[str, str]
     ) -> dict[str, str]:
-        """Which axis each column is.
-
-        Args:
-            axes: the labels of every axis.
-            stated: what the study says of it, by column.
+        """Which axis each column is. `axes`: the labels of every axis; `stated`: what the study
+        says of it, by column.
         """
         columns = dict(stated)
         for name in self.rows[0] if self.rows else ():
@@ -322,14 +319,9 @@ class PublishedTable:
         where: Mapping[str, str],
         value: str = "accuracy",
     ) -> PublishedNumber | None:
-        """The number that is printed for these labels; None where there is none, or several.
-
-        Args:
-            labels: of the cell, by axis.
-            columns: the axis of each column of labels.
-            data: the kind of data that was trained on.
-            where: further columns and what must stand in them.
-            value: the column of the number.
+        """The number in the column `value` for these labels by axis; None where there is none, or
+        several. `columns`: the axis of each column of labels; `data`: the kind of data that was
+        trained on; `where`: further columns and what must stand in them.
         """
 
         def fits(row: Mapping[str, str]) -> bool:

@@ -135,12 +135,8 @@ class StudySource(PageSource):
             level = one.get("level")
             numbers = {"difference": one.get("difference"), "from": one.get("low")}
             numbers |= {"to": one.get("high"), "by": one.get("within") or one["by"] or None}
-            unit = ", points" if percent else ""
-            row: Row = {
-                "claim": one["says"],
-                "verdict": one["verdict"],
-                "of": measured.words + unit,
-            }
+            row: Row = {"claim": one["says"], "verdict": one["verdict"]}
+            row |= {"of": measured.words + (", points" if percent else "")}
             row |= {head: in_points(each, percent) for head, each in numbers.items()}
             row |= {"level": level and f"{level:.2%}", "seeds": one.get("seeds")}
             row |= {"cells": one["cells"], "of them hold": one.get("holds")}
@@ -157,7 +153,6 @@ class StudySource(PageSource):
         return [*pieces, Words("Arms that are one", equal)] if equal else pieces
 
     def shows(self) -> list[Piece]:
-        """What the study shows, and what was chosen for it."""
         titles = {"shows": "The claim", "lost": "Not stated, and chosen here"}
         return [
             Words(title, [" ".join(str(self.about[key]).split())])
@@ -166,7 +161,6 @@ class StudySource(PageSource):
         ]
 
     def warnings(self) -> list[str]:
-        """What to know before reading on."""
         problems = not_completed("study", self.summary)
         scale = self.about.get("scale")
         if scale and scale != "paper":
@@ -181,7 +175,6 @@ class StudySource(PageSource):
         return problems
 
     def tiles(self) -> list[Tile]:
-        """The numbers at the top."""
         summary = self.summary
         seeds = counted(len(summary.get("seeds", ())), "seed")
         cells = counted(summary.get("cells"), "cell")
@@ -247,7 +240,6 @@ class StudySource(PageSource):
         return [*pieces, chosen_values(rows, judge)]
 
     def final_runs(self) -> Piece:
-        """Every final run."""
         rows = self.results
         if not rows:
             return Missing("Runs", "needs results.parquet")

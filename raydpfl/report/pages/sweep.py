@@ -147,7 +147,6 @@ class SweepSource(PageSource):
         return f"The best of the settings is {values}: {score}, the mean over {over}."
 
     def tiles(self) -> list[Tile]:
-        """The numbers at the top."""
         tiles = []
         if self.best:
             percent = self.measured.percent
