@@ -209,9 +209,8 @@ def _figure(plot: Plot, columns: int | None = None) -> Figure:
         if subplot is None:
             axes.set_axis_off()
             continue
-        axes.set_title(
-            textwrap.fill(subplot.title, round(CHARACTERS * width / across / WIDTH / size))
-        )
+        characters = round(CHARACTERS * width / across / WIDTH / size)
+        axes.set_title(textwrap.fill(subplot.title, characters))
         subplot.draw(axes)
     if plot.keys:
         figure.legend(

@@ -120,10 +120,8 @@ class TableItem(ReportItem):
             more = f" Printed numbers are those of published/{self.published}; a number of another"
             more += " data set is not put next to ours."
         name = name_of("cells", self.of)
-        return [
-            *tables,
-            table(name, f"{title}, every cell", text, self._cells(grid, base, level), more),
-        ]
+        cells = self._cells(grid, base, level)
+        return [*tables, table(name, f"{title}, every cell", text, cells, more)]
 
     def _cells(self, grid: CellGrid, base: str, level: float) -> list[Row]:
         """All numbers, a row for each cell."""

@@ -248,14 +248,10 @@ class StudySource(PageSource):
         shown: list[Row] = []
         for row in rows:
             values = json_of(row.get("values")).items()
-            shown.append(
-                {
-                    **{axis: row[axis] for axis in varied(rows)},
-                    **{quantity(name): row[name] for name in names},
-                    "values": ", ".join(f"{key} {in_print(value)}" for key, value in values),
-                    "directory": row["directory"],
-                }
-            )
+            printed = ", ".join(f"{key} {in_print(value)}" for key, value in values)
+            cells: Row = {axis: row[axis] for axis in varied(rows)}
+            cells |= {quantity(name): row[name] for name in names}
+            shown.append({**cells, "values": printed, "directory": row["directory"]})
         caption = "Every final run of every cell. From results.parquet."
         return Table("runs", "Final runs", caption, shown)
 
