@@ -127,9 +127,7 @@ class Plot:
 
     @property
     def across(self) -> int:
-        """The columns of the grid; 0: as many as there is room for, the subplots having no places
-        of their own.
-        """
+        """The columns of the grid; 0, without places of their own: as many as there is room for."""
         places = {subplot.place for subplot in self.subplots}
         if None in places or len(places) < len(self.subplots):
             return 0
@@ -186,9 +184,7 @@ def whole(plot: Plot) -> Figure:
 
 
 def _figure(plot: Plot, columns: int | None = None) -> Figure:
-    """All subplots in a grid of two columns at most, the legend below them. `columns`: see
-    `render`.
-    """
+    """All subplots in a grid, the legend below them. `columns`: see `render`."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -71,9 +71,7 @@ def cache_root() -> Path:
 
 
 def make(folder: Path) -> None:
-    """Makes a folder of the cache and those above it, for this user alone whatever the umask is.
-    Raises OSError.
-    """
+    """Makes a folder of the cache, with parents, for this user alone. Raises OSError."""
     if not folder.is_dir():
         if folder.parent != folder:
             make(folder.parent)
@@ -105,9 +103,7 @@ def _foreign_within(root: Path) -> str | None:
 
 
 def _made_private(root: Path, reason: str) -> Path:
-    """A folder in the cache's place, which processes that this one starts share, and which goes
-    with it.
-    """
+    """A folder in the cache's place, for this process and those that it starts; removed at exit."""
     folder = Path(tempfile.mkdtemp(prefix="raydpfl-cache-"))
     maker = os.getpid()
     atexit.register(lambda: remove(folder) if os.getpid() == maker else None)
@@ -204,9 +200,7 @@ def check(*values: object) -> str:
 
 
 def keep_json(path: Path, value: object) -> None:
-    """Puts `value` into a file of the cache, whole or not at all; where that fails it costs time
-    later, never the run.
-    """
+    """Puts `value` into a file of the cache, whole or not at all; failure costs time later."""
     part = None
     try:
         make(path.parent)
@@ -269,9 +263,7 @@ def read_text(path: Path, most: int = 16 << 20) -> str:
 
 
 def whole(folder: Path) -> bool:
-    """Whether a folder that `put` made is there as it was made. Of one that is there but not so, a
-    warning says why.
-    """
+    """Whether a folder is there as `put` made it; a warning says why one there is not."""
     if not os.path.lexists(folder):
         return False
     flaw = _flaw(folder)

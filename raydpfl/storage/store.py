@@ -119,9 +119,7 @@ class Store:
             return file.read()
 
     def fetch(self, names: Iterable[str], folder: Path) -> None:
-        """Copies files into a folder of this machine, but for those that have gone meanwhile.
-        Raises `FileError`.
-        """
+        """Copies files to a folder of this machine, but those now gone. Raises `FileError`."""
         wanted = list(names)
         for parent in {(folder / name).parent for name in wanted}:
             parent.mkdir(parents=True, exist_ok=True)

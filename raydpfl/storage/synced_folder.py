@@ -63,9 +63,7 @@ def origin(folder: Path) -> str | None:
 
 
 def refetch(folder: Path) -> None:
-    """Fetches what is read of a trial's directory; does nothing with any folder that lies in no
-    copy. Raises `FileError`.
-    """
+    """Fetches what is read of a trial's directory, if in a copy. Raises `FileError`."""
     address = origin(folder)
     if address is None:
         return
@@ -74,9 +72,7 @@ def refetch(folder: Path) -> None:
 
 
 def times(folder: Path) -> tuple[int, ...] | None:
-    """When the files of a folder that lies in a copy were written, by its store; None: it lies in
-    none. Raises OSError.
-    """
+    """When its store wrote the files of a folder in a copy; None: in none. Raises OSError."""
     address = origin(folder)
     if address is None:
         return None

@@ -161,9 +161,7 @@ class TableItem(ReportItem):
     def _printed(
         self, published: PublishedTable | None, grid: CellGrid, case: LabelledRun
     ) -> tuple[PrintedCell | None, str]:
-        """What is printed for the task of a cell, by a case of it, and what for another one, in
-        words.
-        """
+        """What is printed for the task of a cell, and what for another one, in words."""
         if published is None:
             return None, ""
         axes = {axis: labels_of(grid.cases, axis) for axis in case.labels}
@@ -295,9 +293,7 @@ class PublishedTable:
     def columns(
         self, axes: Mapping[str, Sequence[str]], stated: Mapping[str, str]
     ) -> dict[str, str]:
-        """Which axis each column is. `axes`: the labels of every axis; `stated`: what the study
-        says of it, by column.
-        """
+        """The axis of each column, of `axes` by their labels, and as the study has `stated` it."""
         columns = dict(stated)
         for name in self.rows[0] if self.rows else ():
             if name in columns or name in VALUES:

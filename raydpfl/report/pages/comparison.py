@@ -173,9 +173,7 @@ class Compared:
         return settings
 
     def ranked(self) -> list[SeedGroup]:
-        """The best first, by the mean of the metric, where one is known to be better; those without
-        one at the end.
-        """
+        """The best mean of the metric first, where one is better; those without one last."""
         sign = quantity(self.metric).better
         means = {setting: setting.spread(self.metric).mean for setting in self.settings}
         lost = {setting for setting, mean in means.items() if math.isnan(mean)}
@@ -252,9 +250,7 @@ EACH_ALONE = "Each epsilon holds for its own run alone; showing several runs spe
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """What directories are called: their names, with so many of their parents' that no two are
-    alike.
-    """
+    """The directories' names, with so many of their parents' that no two are alike."""
     parts = [folder.resolve().parts for folder in folders]
     for depth in range(1, max(len(part) for part in parts) + 1):
         names = ["/".join(part[-depth:]) for part in parts]

@@ -99,9 +99,7 @@ class StudySource(PageSource):
 
     @cached_property
     def cases(self) -> list[LabelledRun]:
-        """The final runs that came to an end. One that is the same under every accounting, as it
-        has no noise, is there under each.
-        """
+        """The final runs that have ended; one without noise is there under each accounting."""
         accountings = [*dict.fromkeys(row["accounting"] for row in self.results)]
         runs: dict[str, Run] = {}
         cases = []
@@ -214,9 +212,7 @@ class StudySource(PageSource):
         return [Table("identities", "Identities", caption, rows)] if rows else []
 
     def choices(self) -> list[Piece]:
-        """How values were chosen: in words, the number that they were chosen by over each of them,
-        and by cell.
-        """
+        """How values were chosen: in words, by the number that judged each, and by cell."""
         choices = self.summary.get("tuning") or {}
         pieces: list[Piece] = [Words("", [text]) for text in [choices.get("statement")] if text]
         judge = choices.get("judge", "")
@@ -292,9 +288,7 @@ def keys_of(rows: Sequence[ResultRow]) -> list[str]:
 
 
 def outcomes(cases: Sequence[LabelledRun], numbers: Sequence[str]) -> list[str]:
-    """The arms by their means, in sentences. `numbers`: of the tables and figures; the first one
-    that any run has is shown.
-    """
+    """The arms by their means of the first of these numbers that any run has, in sentences."""
     if not cases:
         return ["No run has come to an end."]
     named = [name for name in numbers if any(case.number(name) is not None for case in cases)]

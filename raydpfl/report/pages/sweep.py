@@ -87,9 +87,7 @@ class SweepSource(PageSource):
 
     @cached_property
     def values(self) -> list[dict[str, str]]:
-        """The searched values of each trial, in print: a section, which the table has as JSON, by
-        what differs from the others.
-        """
+        """The searched values of each trial, in print; of a section what differs from others."""
         values: list[dict[str, str]] = [{} for _ in self.trials]
         for key in self.keys:
             sections = {trial[key]: json_of(trial[key]) or trial[key] for trial in self.trials}
