@@ -61,9 +61,7 @@ def write(
     """
     if columns not in (None, *PAPER):
         raise ConfigError("--columns", columns, "1 or 2, the columns of a paper")
-    if not directories:
-        raise ConfigError("DIR", None, ACCEPTED)
-    if len(directories) > 1:
+    if len(directories) != 1:
         return compare(directories, out, columns=columns)[1]
     with storage.reading(directories[0], "DIR", _read) as folder:
         place = storage.within(directories[0], "report") if out is None else out
@@ -128,7 +126,6 @@ def _read(name: str) -> bool:
 
 
 def _put_page(page: Page, out: str | Path, columns: int | None) -> Path | str:
-    """Writes a page with its figures and tables into a directory, and says which that is."""
     page = _named_apart(page)
     plots: dict[str, RenderedPlot] = {}
     with storage.at(out) as place:
@@ -162,7 +159,6 @@ def _named_apart(page: Page) -> Page:
 
 
 def _default_place(directories: Sequence[str | Path]) -> str:
-    """`report-` and the names of the directories."""
     known = [storage.absolute(directory) for directory in directories]
     joined = "-".join(each.partition("?")[0].rstrip("/").rpartition("/")[2] for each in known)
     if len(joined) > 60:

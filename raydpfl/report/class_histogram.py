@@ -31,12 +31,7 @@ def check(out: Path) -> None:
 
 
 def write(out: Path, counts: np.ndarray, names: Sequence[str]) -> None:
-    """Draws what `plot_of` does into a file.
-
-    Args:
-        out: the file, .svg, .png or .pdf; one that is there is replaced.
-        counts: samples of each class that each client has, int64 [clients, classes].
-        names: of the classes; empty where they have none but their numbers.
+    """Draws what `plot_of` does into a file, .svg, .png or .pdf, which is replaced.
 
     Raises:
         ConfigError: for another suffix.
@@ -49,7 +44,9 @@ def write(out: Path, counts: np.ndarray, names: Sequence[str]) -> None:
 
 
 def plot_of(counts: np.ndarray, names: Sequence[str]) -> Plot:
-    """The picture of counts [clients, classes]."""
+    """The picture of the samples of each class that each client has, int64 [clients, classes].
+    `names`: of the classes; empty where they have none but their numbers.
+    """
     from matplotlib.colors import to_hex, to_rgb
 
     # the same in pale for more than ten: neighbours differ in each of them

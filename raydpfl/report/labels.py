@@ -73,9 +73,7 @@ QUANTITIES = {
 
 
 def quantity(name: str) -> Quantity:
-    """The quantity in the column `name`, or of a number within a mapping (`suboptimality.final`);
-    of any other, its name in words.
-    """
+    """The quantity in a column, or of a number in a mapping (`suboptimality.final`)."""
     if name in QUANTITIES:
         return QUANTITIES[name]
     if name.startswith("best_"):

@@ -77,11 +77,8 @@ STAR = Look(INK, "none", "*")
 def look(place: int, dash: int | None = None) -> Look:
     """The look of the line at this place among its kind; `dash`: with another line's dash."""
     turn = place if dash is None else dash
-    return Look(
-        PALETTE[place % len(PALETTE)],
-        DASHES[turn % len(DASHES)],
-        MARKERS[place % len(MARKERS)],
-    )
+    colour, marker = PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)]
+    return Look(colour, DASHES[turn % len(DASHES)], marker)
 
 
 @dataclass(frozen=True)
@@ -130,9 +127,7 @@ class Plot:
 
     @property
     def across(self) -> int:
-        """The columns of the grid; 0: as many as there is room for, the subplots having no places
-        of their own.
-        """
+        """The columns of the grid; 0, without places of their own: as many as there is room for."""
         places = {subplot.place for subplot in self.subplots}
         if None in places or len(places) < len(self.subplots):
             return 0
@@ -151,11 +146,8 @@ class RenderedPlot:
 
 def render(plot: Plot, columns: int | None = None) -> RenderedPlot:
     """Draws a figure into its files, the same bytes each time, and into SVGs for the page.
-
-    Args:
-        plot: the figure.
-        columns: of a paper that its files are as wide as, 1 or 2, with text of 8 points; None: as
-            wide as it takes.
+    `columns`: of a paper that its files are as wide as, 1 or 2, with text of 8 points; None: as
+    wide as it takes.
     """
     from matplotlib import style
 
@@ -192,9 +184,7 @@ def whole(plot: Plot) -> Figure:
 
 
 def _figure(plot: Plot, columns: int | None = None) -> Figure:
-    """All subplots in a grid of two columns at most, the legend below them. `columns`: see
-    `render`.
-    """
+    """All subplots in a grid, the legend below them. `columns`: see `render`."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -215,9 +205,8 @@ def _figure(plot: Plot, columns: int | None = None) -> Figure:
         if subplot is None:
             axes.set_axis_off()
             continue
-        axes.set_title(
-            textwrap.fill(subplot.title, round(CHARACTERS * width / across / WIDTH / size))
-        )
+        characters = round(CHARACTERS * width / across / WIDTH / size)
+        axes.set_title(textwrap.fill(subplot.title, characters))
         subplot.draw(axes)
     if plot.keys:
         figure.legend(
@@ -300,15 +289,9 @@ def dots(axes: Axes, points: Any, look: Look, alpha: float = 0.7, size: float = 
 
 
 def scale(axes: Axes, which: str, measured: Quantity, values: Any, log: bool | None = None) -> None:
-    """Sets up one axis for these values: logarithmic where they span decades (or as `log` says),
-    as far as they reach, with plain numbers, and its label with the unit.
-
-    Args:
-        axes: what is set up.
-        which: x or y.
-        measured: what the axis shows.
-        values: all that it and its like in the other panels show, float array of any shape.
-        log: whether it is logarithmic; None: where that fits.
+    """Sets up one axis (`which`: x or y) for `values`, all that it and its like in the other panels
+    show, a float array of any shape: logarithmic where they span decades (or as `log` says), as far
+    as they reach, with plain numbers, and its label with the unit.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 

@@ -30,9 +30,7 @@ ACROSS = 4  # panels of a row, at most
 
 
 def read_table(path: Path, flaws: list[str]) -> pa.Table:
-    """A Parquet file; without columns where there is none, or, with a line in `flaws`, a damaged
-    one.
-    """
+    """A Parquet file; without columns where there is none, or a damaged one (see `flaws`)."""
     try:
         return pq.read_table(path) if path.is_file() else pa.table({})
     except (OSError, pa.ArrowException) as error:
@@ -321,9 +319,7 @@ def labels_of(cases: Sequence[LabelledRun], axis: str) -> list[str]:
 def in_order(
     keys: Iterable[tuple[str, ...]], cases: Sequence[LabelledRun], axes: Sequence[str]
 ) -> list[tuple[str, ...]]:
-    """Labels on these axes, each combination once, in the order of the labels of the cases: the
-    first axis is the slowest.
-    """
+    """Each combination of labels once, in the order of the cases, the first axis the slowest."""
     places = [{name: at for at, name in enumerate(labels_of(cases, axis))} for axis in axes]
     return sorted(
         dict.fromkeys(keys),
@@ -340,16 +336,10 @@ def varying(cases: Sequence[LabelledRun]) -> list[str]:
 def arrange(
     cases: Sequence[LabelledRun], colour: str, facet: Sequence[str] = (), x: str = ""
 ) -> list[Panel]:
-    """A panel for the labels of every axis that varies but `colour`, whose labels are its groups.
-
-    Runs are never averaged over anything but their seeds.
-
-    Args:
-        cases: all of them.
-        colour: the axis of the groups.
-        facet: axes that make a grid, where two of them vary: the last one goes across, unless it
-            has too many labels, and the others, with all further axes, go down.
-        x: an axis whose labels stand side by side in each panel.
+    """A panel for the labels of every axis that varies but `colour`, whose labels are its groups,
+    and `x`, whose labels stand side by side in each panel. Runs are never averaged over anything
+    but their seeds. `facet`: axes that make a grid, where two of them vary: the last one goes
+    across, unless it has too many labels, and the others, with all further axes, go down.
     """
     axes = [axis for axis in varying(cases) if axis not in (colour, x)]
     inside = grouped(cases, lambda case: case.at(axes))
@@ -374,9 +364,7 @@ def _grid(
     axes: Sequence[str],
     facet: Sequence[str],
 ) -> dict[tuple[str, ...], tuple[int, int]]:
-    """The row and column of each combination of labels, where two axes of the facets vary and the
-    last one has few labels; else none.
-    """
+    """The row and column of each key, where two facets vary and the last has few labels."""
     if len(facet) < 2:
         return {}
     last = axes.index(facet[-1])

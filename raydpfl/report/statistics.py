@@ -42,9 +42,7 @@ class SeedSpread:
         return float(stdtrit(self.freedom, (1 + level) / 2)) * self.error
 
     def repetition(self) -> float:
-        """Half of the interval in which the mean of as many other seeds falls: both means have the
-        error.
-        """
+        """Half of the interval for the mean of as many other seeds: both means have the error."""
         return math.sqrt(2) * self.half_width()
 
 

@@ -69,11 +69,8 @@ def at(name: str | Path, patience: float = WAIT) -> Iterator[Path]:
     """A folder of this machine in which to write the directory `name`, a path or an address.
 
     Of an address it is a copy, with what is there. What has changed in it is put there when this
-    is left, however it is, and by `push` and `spent` before.
-
-    Args:
-        name: the directory.
-        patience: seconds that another process may take to let go of an address.
+    is left, however it is, and by `push` and `spent` before. `patience`: seconds that another
+    process may take to let go of an address.
 
     Raises:
         ConfigError: the address cannot be reached, or another process writes there.
@@ -141,12 +138,8 @@ def reading(
     name: str | Path, field: str = "run", wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[Path]:
     """A folder of this machine that holds the directory `name`, a path or an address, to read; of
-    a YAML file, the file.
-
-    Args:
-        name: the directory, or the file.
-        field: what a refusal calls it.
-        wanted: which files of an address are fetched, by name.
+    a YAML file, the file. `field`: what a refusal calls it; `wanted`: which files of an address are
+    fetched, by name.
 
     Raises:
         ConfigError: the address cannot be reached.
@@ -173,6 +166,5 @@ def reading(
 
 
 def _legible(address: str) -> str:
-    """A name for a folder, of the address."""
     readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", address.partition("?")[0])[-60:].strip("-.")
     return f"{readable}-{hashlib.sha256(address.encode()).hexdigest()[:16]}"

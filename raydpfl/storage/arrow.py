@@ -13,9 +13,7 @@ import pyarrow as pa
 
 
 def numbers(column: pa.Array) -> np.ndarray:
-    """The values of a column of numbers, [n], read-only and on its own memory; a null is any
-    value.
-    """
+    """The values of a column of numbers, [n], read-only, not copied; a null is any value."""
     held = np.frombuffer(column.buffers()[1] or b"", column.type.to_pandas_dtype())
     return held[column.offset : column.offset + len(column)]
 

@@ -22,11 +22,8 @@ log = logging.getLogger("raydpfl")
 
 def whole(folder: Path) -> bool:
     """Whether a folder that `put` made is here as it was made; it is fetched if it is at the
-    address alone.
-
-    Raises:
-        ConfigError: the address cannot be reached, or the cache here has no room.
-        FileError: it does not answer.
+    address alone. Raises `ConfigError` where the address cannot be reached, or the cache here has
+    no room, and `FileError` where it does not answer.
     """
     if files.whole(folder):
         return True
@@ -52,11 +49,7 @@ def whole(folder: Path) -> bool:
 
 def put(folder: Path, fill: Callable[[Path], object]) -> None:
     """Has `fill` write files into a folder of the cache (see `raydpfl.storage.files.put`), which
-    then are at the address too.
-
-    Raises:
-        ConfigError: as `whole`.
-        FileError: the store does not take them.
+    then are at the address too. Raises as `whole`.
     """
     files.put(folder, fill)
     there = _shared(folder)

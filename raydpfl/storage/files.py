@@ -71,9 +71,7 @@ def cache_root() -> Path:
 
 
 def make(folder: Path) -> None:
-    """Makes a folder of the cache and those above it, for this user alone whatever the umask is.
-    Raises OSError.
-    """
+    """Makes a folder of the cache, with parents, for this user alone. Raises OSError."""
     if not folder.is_dir():
         if folder.parent != folder:
             make(folder.parent)
@@ -105,9 +103,7 @@ def _foreign_within(root: Path) -> str | None:
 
 
 def _made_private(root: Path, reason: str) -> Path:
-    """A folder in the cache's place, which processes that this one starts share, and which goes
-    with it.
-    """
+    """A folder in the cache's place, for this process and those that it starts; removed at exit."""
     folder = Path(tempfile.mkdtemp(prefix="raydpfl-cache-"))
     maker = os.getpid()
     atexit.register(lambda: remove(folder) if os.getpid() == maker else None)
@@ -141,9 +137,7 @@ def data_root(root: Path | None) -> Path:
 
 def find_file(field: str, name: str, root: Path | None, what: str = "file") -> Path:
     """The file, or what else of `FOUND` is asked for, `name`: absolute, or relative to the data
-    root or the working folder.
-
-    Raises `ConfigError` naming `field` where there is none.
+    root or the working folder. Raises `ConfigError` naming `field` where there is none.
     """
     for path in (data_root(root) / name, Path(name)):
         with suppress(OSError):  # a name that is too long, or a folder that may not be entered
@@ -154,9 +148,7 @@ def find_file(field: str, name: str, root: Path | None, what: str = "file") -> P
 
 
 def file_identity(field: str, name: str, root: Path | None) -> list[str]:
-    """Suffix and digest of the file `name`, which any other contents change, and any other
-    reader.
-
+    """Suffix and digest of the file `name`, which any other contents change, and any other reader.
     Raises `ConfigError` naming `field` where the file is missing or cannot be read.
     """
     path = find_file(field, name, root)
@@ -208,9 +200,7 @@ def check(*values: object) -> str:
 
 
 def keep_json(path: Path, value: object) -> None:
-    """Puts `value` into a file of the cache, whole or not at all; where that fails it costs time
-    later, never the run.
-    """
+    """Puts `value` into a file of the cache, whole or not at all; failure costs time later."""
     part = None
     try:
         make(path.parent)
@@ -273,9 +263,7 @@ def read_text(path: Path, most: int = 16 << 20) -> str:
 
 
 def whole(folder: Path) -> bool:
-    """Whether a folder that `put` made is there as it was made. Of one that is there but not so, a
-    warning says why.
-    """
+    """Whether a folder is there as `put` made it; a warning says why one there is not."""
     if not os.path.lexists(folder):
         return False
     flaw = _flaw(folder)
@@ -286,10 +274,8 @@ def whole(folder: Path) -> bool:
 
 def put(folder: Path, fill: Callable[[Path], object]) -> None:
     """Has `fill` write files into a folder of the cache that takes the place `folder`, whole or not
-    at all.
-
-    One that is there already and whole stays; one that is not is replaced. Raises `ConfigError` for
-    a cache that cannot be written or has no room, and whatever else `fill` raises.
+    at all. One that is there already and whole stays; one that is not is replaced. Raises
+    `ConfigError` for a cache that cannot be written or has no room, and whatever `fill` raises.
     """
     scratch, aside = (folder.parent / f".{folder.name}-{uuid.uuid4().hex}" for _ in range(2))
     try:
@@ -353,15 +339,9 @@ def holding(folder: Path, patience: float = -1) -> Iterator[None]:
     """Holds `folder` against other processes, by its lock file `LOCK`, which goes with it.
 
     The lock is the operating system's, so a killed process holds it no longer; filelock takes a
-    file for none that was removed after another process had opened it.
-
-    Args:
-        folder: where the lock file is made.
-        patience: seconds to wait for another process; below 0, as long as it takes.
-
-    Raises:
-        filelock.Timeout: when another process holds it after `patience` seconds.
-        OSError: where no lock file can be made or locked.
+    file for none that was removed after another process had opened it. Raises filelock.Timeout when
+    another process holds it after `patience` seconds (below 0, it is waited for), and OSError where
+    no lock file can be made or locked.
     """
     path = folder / LOCK
     with FileLock(path, timeout=patience):

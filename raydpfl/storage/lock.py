@@ -43,7 +43,6 @@ def held(store: Store, note: Path, patience: float = 0.0) -> Iterator[None]:
     """Holds the folder of the store against other processes, on this machine and elsewhere.
 
     Args:
-        store: the folder.
         note: a file of this machine, for `check`: the lock's name and when it was renewed last. One
             process at a time uses it, so that the lock of an earlier one there is a dead process's.
         patience: seconds that a living process may take to let go of the folder.

@@ -148,9 +148,8 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            "--out", str(path), f"a directory that can be made ({error.strerror})"
-        ) from None
+        expected = f"a directory that can be made ({error.strerror})"
+        raise ConfigError("--out", str(path), expected) from None
 
 
 @contextmanager

@@ -53,9 +53,7 @@ def within(address: str | Path, *names: str) -> str:
 
 class Store:
     """The folder at an address, which need not be there. Names are relative to it, with slashes.
-
-    Raises:
-        ConfigError: what is at such an address cannot be reached.
+    Raises `ConfigError` where what is at such an address cannot be reached.
     """
 
     def __init__(self, address: str):
@@ -70,13 +68,9 @@ class Store:
             raise ConfigError("--out", address, expected) from None
 
     def times(self, names: str = "") -> dict[str, int | None]:
-        """When each file was written, in nanoseconds of the store's own clock; None: unknown.
-
-        Args:
-            names: of a folder within, to know of its files alone.
-
-        Raises:
-            FileError: the store does not answer for a quarter of a minute, here and below.
+        """When each file (with `names`: of that folder within) was written, in nanoseconds of the
+        store's own clock; None: unknown. Raises `FileError` where the store does not answer for a
+        quarter of a minute, here and below.
         """
         return self._request(names, "listed", lambda: self._times(names))
 
@@ -89,14 +83,8 @@ class Store:
         return {info.path[len(self._root) + 1 :]: info.mtime_ns for info in files}
 
     def put(self, name: str, content: Any) -> None:
-        """Puts a file there, whole or not at all; it is durable when this returns.
-
-        Args:
-            name: of the file; one of that name is replaced.
-            content: bytes, or a buffer.
-
-        Raises:
-            FileError: the store does not take it.
+        """Puts a file of `content`, bytes or a buffer, there, or in the place of that of this name,
+        whole or not at all; it is durable when this returns. Raises `FileError`.
         """
         self._request(name, "written", lambda: self._write(f"{self._root}/{name}", content))
 
@@ -131,9 +119,7 @@ class Store:
             return file.read()
 
     def fetch(self, names: Iterable[str], folder: Path) -> None:
-        """Copies files into a folder of this machine, but for those that have gone meanwhile.
-        Raises `FileError`.
-        """
+        """Copies files to a folder of this machine, but those now gone. Raises `FileError`."""
         wanted = list(names)
         for parent in {(folder / name).parent for name in wanted}:
             parent.mkdir(parents=True, exist_ok=True)

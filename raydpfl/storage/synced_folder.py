@@ -26,6 +26,7 @@ from raydpfl.storage.store import opened, within
 TAIL = 1 << 16  # bytes of a ledger that are put with every round, at most
 TRIALS = "trials/"
 CHECKPOINT = re.compile(r"(.*/)?checkpoints/round-[^/]*")
+TRIAL_CHECKPOINT = re.compile(rf"{TRIALS}{CHECKPOINT.pattern}")
 LATER = (r"(.*/)?checkpoints/round-[^/]*", r"(.*/)?summary\.json")  # than all else
 
 
@@ -42,14 +43,14 @@ def fetch(address: str, folder: Path, wanted: Callable[[str], bool]) -> list[str
     return names
 
 
-def _is_trial_checkpoint(name: str) -> bool:
-    return name.startswith(TRIALS) and CHECKPOINT.fullmatch(name) is not None
-
-
-def _placeholder(path: Path) -> None:
-    """Makes an empty file in the place of a checkpoint, which is not read here."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
+def _fetch_all_but(checkpoint: re.Pattern[str], address: str, folder: Path) -> list[str]:
+    """As `fetch`, with an empty file for each of the checkpoints, which are not read here."""
+    names = fetch(address, folder, lambda name: not checkpoint.fullmatch(name))
+    for name in filter(checkpoint.fullmatch, names):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return names
 
 
 def origin(folder: Path) -> str | None:
@@ -62,22 +63,16 @@ def origin(folder: Path) -> str | None:
 
 
 def refetch(folder: Path) -> None:
-    """Fetches what is read of a trial's directory; does nothing with any folder that lies in no
-    copy. Raises `FileError`.
-    """
+    """Fetches what is read of a trial's directory, if in a copy. Raises `FileError`."""
     address = origin(folder)
     if address is None:
         return
     shutil.rmtree(folder, ignore_errors=True)
-    names = fetch(address, folder, lambda name: not CHECKPOINT.fullmatch(name))
-    for name in filter(CHECKPOINT.fullmatch, names):
-        _placeholder(folder / name)
+    _fetch_all_but(CHECKPOINT, address, folder)
 
 
 def times(folder: Path) -> tuple[int, ...] | None:
-    """When the files of a folder that lies in a copy were written, by its store; None: it lies in
-    none. Raises OSError.
-    """
+    """When its store wrote the files of a folder in a copy; None: in none. Raises OSError."""
     address = origin(folder)
     if address is None:
         return None
@@ -99,9 +94,7 @@ def _join(path: Path) -> None:
 
 def begin(address: str, folder: Path) -> None:
     """Makes an empty folder the copy of what is at `address`. Raises `FileError`."""
-    names = fetch(address, folder, lambda name: not _is_trial_checkpoint(name))
-    for name in filter(_is_trial_checkpoint, names):
-        _placeholder(folder / name)
+    names = _fetch_all_but(TRIAL_CHECKPOINT, address, folder)
     names = [name for name in names if not name.startswith(TRIALS)]
     here = _files(folder)
     # joined, or otherwise not what is there
@@ -111,10 +104,8 @@ def begin(address: str, folder: Path) -> None:
 
 
 def push(folder: Path) -> None:
-    """Puts all that has changed in a copy to its store; does nothing with any other folder.
-
-    Raises:
-        FileError: the store does not take it, or the copy is no longer this process's to write.
+    """Puts all that has changed in a copy to its store; does nothing with any other folder. Raises
+    `FileError` where the store does not take it, or the copy is no longer this process's to write.
     """
     record = _read_record(folder)
     if record is None:

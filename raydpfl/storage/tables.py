@@ -72,14 +72,9 @@ class StoredTable:
         self._extent = Extent(0, 0, self._digest.hexdigest())
 
     def append(self, columns: Mapping[str, Sequence[Any] | np.ndarray]) -> None:
-        """Adds rows, kept in memory until `flush`.
-
-        Args:
-            columns: by name, arrays or lists of the same length, a value per row; None is null.
-                Columns that are left out are null.
-
-        Raises:
-            ValueError: the table has no such column, or lengths differ.
+        """Adds rows, kept in memory until `flush`: by column arrays or lists of the same length, a
+        value per row; None, and a column that is left out, is null. Raises ValueError where the
+        table has no such column, or lengths differ.
         """
         unknown = columns.keys() - set(self.schema.names)
         if unknown:
@@ -89,14 +84,7 @@ class StoredTable:
         self._pending.append(columns)
 
     def flush(self) -> Extent:
-        """Appends pending rows to the log, which is on disk when this returns.
-
-        Returns:
-            How far the log reaches.
-
-        Raises:
-            FileError: the log or the copy cannot be written.
-        """
+        """Puts pending rows on disk; returns how far the log reaches. Raises `FileError`."""
         batch = self._batch()
         if batch.num_rows:
             head = b"" if self._extent.length else self.schema.serialize().to_pybytes()
@@ -112,9 +100,7 @@ class StoredTable:
         return self._extent
 
     def copy(self) -> None:
-        """Copies all flushed rows to the Parquet file; without rows there is none. Raises
-        `FileError`.
-        """
+        """Copies all flushed rows, if any, to the Parquet file. Raises `FileError`."""
         if self._copied == self._extent.rows:
             return
         began = time.monotonic()
@@ -123,11 +109,7 @@ class StoredTable:
         self._pace.took(time.monotonic() - began)
 
     def resume(self, extent: Extent) -> None:
-        """Continues the log from `extent`, which `flush` returned, and drops what is beyond.
-
-        Raises:
-            OSError, ValueError, pyarrow.ArrowException: as `read`.
-        """
+        """Continues from `extent` of a `flush`, and drops what is beyond. Raises as `read`."""
         self.read(extent)
         self._pending.clear()
         self._digest = hashlib.sha256(self._mapped(extent.length))
@@ -218,11 +200,7 @@ def _rows_of(columns: Mapping[str, Sequence[Any] | np.ndarray]) -> int:
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Replaces the Parquet file at `path`, completely or not at all; a table without rows has none.
-
-    Raises:
-        FileError: it cannot be written.
-    """
+    """Replaces the Parquet file `path`, whole; without rows there is none. Raises `FileError`."""
     if table.num_rows:
         replace_file(path, lambda part: pq.write_table(table, part))
         return
@@ -232,9 +210,7 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def read_log(folder: Path, name: str) -> pa.Table | None:
-    """The rows in the log of a table of the run in `folder`, alive or killed; None: none can be
-    read.
-    """
+    """The rows in a log of the run in `folder`, alive or killed; None: none can be read."""
     path = folder / "checkpoints" / f"{name}.arrows"
     batches = []
     try:

@@ -62,13 +62,8 @@ class Book:
 
 
 class Sender:
-    """Hands the rows of a run to one tracker.
-
-    Args:
-        tracker: which.
-        run: as the tracker sees it.
-        book: the file of what it was sent.
-        earlier: the rows of the rounds that it was not sent before, from `run.first` on.
+    """Hands the rows of a run to one tracker. `earlier`: those of the rounds that it was not sent
+    before, from `run.first` on.
     """
 
     def __init__(self, tracker: Tracker, run: Tracked, book: Book, earlier: Sequence[Row] = ()):
@@ -159,11 +154,8 @@ def senders(
     most.
 
     Args:
-        trackers: of the run.
         run: as trackers see it, but for what they themselves know of it.
-        book: the file of what they were sent.
-        done: rounds that are done.
-        rows: of these rounds.
+        done: rounds that are done, whose rows are `rows`.
         fresh_noise: whether the rounds to come are others than those that were done before.
     """
     found = []

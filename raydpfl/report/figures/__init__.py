@@ -30,15 +30,9 @@ FAMILY: dict[str, type[ReportItem]] = family(__name__, ReportItem, FIRST)
 
 
 def parse(item: Any, where: str, axes: Mapping[str, Sequence[str]] | None = None) -> ReportItem:
-    """An item of a `show` list.
-
-    Args:
-        item: a mapping whose first key is a kind, or a member.
-        where: the dotted key of the item, for messages.
-        axes: that the cases of the study have, each with its labels; None: they are not known yet.
-
-    Raises:
-        ConfigError: for an unknown kind, field, axis or label.
+    """An item of a `show` list: a mapping whose first key is a kind, or a member. `where`: its
+    dotted key, for messages; `axes`: that the cases of the study have, each with its labels; None:
+    they are not known yet. Raises `ConfigError` for an unknown kind, field, axis or label.
     """
     kinds = [key for key in item if key in FAMILY] if isinstance(item, Mapping) else []
     if not kinds:

@@ -90,8 +90,9 @@ class Curves(PlotItem):
         by = X_WORDS.get(self.x, quantity(self.x).words)
         how = f"over {by}" if self.x.startswith("epsilon") else f"by {by}"
         first = self.of[0]
-        words = listed(self.of) if len(self.of) > 1 else quantity(self.of[0]).words.capitalize()
-        title = "Loss" if len(self.of) > 1 and first.endswith("loss") else words
+        title = quantity(first).words.capitalize()
+        if len(self.of) > 1:
+            title = "Loss" if first.endswith("loss") else listed(self.of)
         return f"{TITLES.get(first.split('_')[0], title)} {how}"
 
     def prepare(self, panels: Sequence[Panel]) -> Any:

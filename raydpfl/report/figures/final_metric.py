@@ -233,12 +233,8 @@ class Tuned(Searched):
 
 
 def searched(cases: Sequence[LabelledRun], keys: Sequence[str], metric: str) -> list[Piece]:
-    """A figure of the metric over each searched value that took several.
-
-    Args:
-        cases: of a sweep, those with the metric.
-        keys: that were searched.
-        metric: its name.
+    """A figure of the metric, by its name, over each of the searched `keys` that took several
+    values; `cases`: those of a sweep with the metric.
     """
     if not cases:
         why = f"needs a setting with its {metric} in results.parquet"

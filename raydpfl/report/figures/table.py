@@ -120,10 +120,8 @@ class TableItem(ReportItem):
             more = f" Printed numbers are those of published/{self.published}; a number of another"
             more += " data set is not put next to ours."
         name = name_of("cells", self.of)
-        return [
-            *tables,
-            table(name, f"{title}, every cell", text, self._cells(grid, base, level), more),
-        ]
+        cells = self._cells(grid, base, level)
+        return [*tables, table(name, f"{title}, every cell", text, cells, more)]
 
     def _cells(self, grid: CellGrid, base: str, level: float) -> list[Row]:
         """All numbers, a row for each cell."""
@@ -163,9 +161,7 @@ class TableItem(ReportItem):
     def _printed(
         self, published: PublishedTable | None, grid: CellGrid, case: LabelledRun
     ) -> tuple[PrintedCell | None, str]:
-        """What is printed for the task of a cell, by a case of it, and what for another one, in
-        words.
-        """
+        """What is printed for the task of a cell, and what for another one, in words."""
         if published is None:
             return None, ""
         axes = {axis: labels_of(grid.cases, axis) for axis in case.labels}
@@ -297,12 +293,7 @@ class PublishedTable:
     def columns(
         self, axes: Mapping[str, Sequence[str]], stated: Mapping[str, str]
     ) -> dict[str, str]:
-        """Which axis each column is.
-
-        Args:
-            axes: the labels of every axis.
-            stated: what the study says of it, by column.
-        """
+        """The axis of each column, of `axes` by their labels, and as the study has `stated` it."""
         columns = dict(stated)
         for name in self.rows[0] if self.rows else ():
             if name in columns or name in VALUES:
@@ -322,14 +313,9 @@ class PublishedTable:
         where: Mapping[str, str],
         value: str = "accuracy",
     ) -> PublishedNumber | None:
-        """The number that is printed for these labels; None where there is none, or several.
-
-        Args:
-            labels: of the cell, by axis.
-            columns: the axis of each column of labels.
-            data: the kind of data that was trained on.
-            where: further columns and what must stand in them.
-            value: the column of the number.
+        """The number in the column `value` for these labels by axis; None where there is none, or
+        several. `columns`: the axis of each column of labels; `data`: the kind of data that was
+        trained on; `where`: further columns and what must stand in them.
         """
 
         def fits(row: Mapping[str, str]) -> bool:

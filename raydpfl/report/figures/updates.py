@@ -104,10 +104,9 @@ def _has_bound(run: Run) -> bool:
 
 @dataclass(frozen=True)
 class Third:
-    """The first, middle or last rounds of a run.
-
-    `name`: which these are, in words. `points`: those that are drawn, float64 [n, 2], of `total`.
-    `mean`: the point of the mean update, float64 [n, 2] with n = 0 where it is not known.
+    """The first, middle or last rounds of a run. `name`: which these are, in words; `points`: those
+    that are drawn, float64 [n, 2], of `total`; `mean`: the point of the mean update, float64 [n, 2]
+    with n = 0 where it is not known.
     """
 
     name: str

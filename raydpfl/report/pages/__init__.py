@@ -24,14 +24,9 @@ def page_of(folder: Path) -> Page:
 
 
 def compared(folders: Sequence[Path], metric: str | None = None) -> Compared:
-    """The runs in these directories, side by side.
-
-    Args:
-        folders: of runs, sweeps and studies.
-        metric: the score that they are compared by; None: that by which they are followed.
-
-    Raises:
-        ConfigError: one of the directories holds no run, or they cannot be compared.
+    """The runs in these directories of runs, sweeps and studies, side by side by the score `metric`
+    (None: that by which they are followed). Raises `ConfigError` where one of the directories holds
+    no run, or they cannot be compared.
     """
     runs: list[Run] = []
     for folder, name in zip(folders, names(folders), strict=True):
@@ -46,7 +41,6 @@ def compared(folders: Sequence[Path], metric: str | None = None) -> Compared:
 
 
 def _source(folder: Path) -> PageSource:
-    """What a directory holds, by its kind."""
     if not folder.is_dir():
         raise ConfigError("DIR", str(folder), f"{ACCEPTED}; there is no such directory")
     for cls in SOURCES:

@@ -110,25 +110,18 @@ def table(views: Sequence[View]) -> Table:
 
 def checks(results: Sequence[Mapping[str, Any]]) -> Table:
     """The checks of what ran against what was accounted for."""
-    rows: list[Row] = [
-        {
-            "check": check["name"],
-            "passed": PrintedCell(
-                check["passed"], "passed" if check["passed"] else "FAILED", not check["passed"]
-            ),
-            "finding": check["finding"],
-            "false alarm": check["false_alarm"],
-        }
-        for check in results
-    ]
+    rows: list[Row] = []
+    for check in results:
+        passed = check["passed"]
+        cell = PrintedCell(passed, "passed" if passed else "FAILED", not passed)
+        row = {"check": check["name"], "passed": cell, "finding": check["finding"]}
+        rows.append({**row, "false alarm": check["false_alarm"]})
     caption = "What ran against what was accounted for. From audit.json."
     return Table("checks", "Checks", caption, rows)
 
 
 def bounds(views: Sequence[View]) -> Piece:
     """Of every observer: the epsilon that is claimed, the least that is proven, the estimate."""
-    if not views:
-        return Missing("Bounds against claims", "needs the views of audit.json")
     subplots = [Subplot(observer(view), partial(_bounds, view=view)) for view in views]
     caption = (
         "Proven: the least epsilon that the canaries' guesses leave possible, with the confidence "
@@ -173,9 +166,7 @@ def _bounds(axes: Axes, view: View) -> None:
 
 
 def scores(views: Sequence[View], table: Columns) -> Piece:
-    """The scores of canaries, by their coins; scores.parquet has them with `view`, the place of the
-    observer among the views.
-    """
+    """The scores of canaries, by their coins; `view` of scores.parquet is the observer's place."""
     title = "Scores of canaries"
     if not {"view", "inside", "score"} <= table.keys():
         return Missing(title, "needs view, inside and score in scores.parquet")

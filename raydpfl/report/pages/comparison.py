@@ -127,15 +127,10 @@ class SeedGroup:
 
 
 class Compared:
-    """Runs that can be compared, by their settings: `settings`, in the order of their first runs.
-    `keys`: those in which the settings differ, by section, kinds first.
-
-    Args:
-        runs: all of them, each with a name of its own.
-        metric: the score that they are compared by; None: that by which each of them is followed.
-
-    Raises:
-        ConfigError: they are of different data, or one does not have that score.
+    """Runs, each with a name of its own, by their settings: `settings`, in the order of their first
+    runs. `keys`: those in which the settings differ, by section, kinds first. `metric`: the score
+    that they are compared by; None: that by which each of them is followed. Raises `ConfigError`
+    where they are of different data, or one does not have that score.
     """
 
     def __init__(self, runs: Sequence[Run], metric: str | None = None):
@@ -178,9 +173,7 @@ class Compared:
         return settings
 
     def ranked(self) -> list[SeedGroup]:
-        """The best first, by the mean of the metric, where one is known to be better; those without
-        one at the end.
-        """
+        """The best mean of the metric first, where one is better; those without one last."""
         sign = quantity(self.metric).better
         means = {setting: setting.spread(self.metric).mean for setting in self.settings}
         lost = {setting for setting, mean in means.items() if math.isnan(mean)}
@@ -257,9 +250,7 @@ EACH_ALONE = "Each epsilon holds for its own run alone; showing several runs spe
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """What directories are called: their names, with so many of their parents' that no two are
-    alike.
-    """
+    """The directories' names, with so many of their parents' that no two are alike."""
     parts = [folder.resolve().parts for folder in folders]
     for depth in range(1, max(len(part) for part in parts) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
@@ -309,7 +300,6 @@ def page_of_several(compared: Compared) -> Page:
 
 
 def warnings(compared: Compared, drawn: int) -> list[str]:
-    """What the reader must know."""
     lines = [f"{run.name}: {line}" for run in compared.runs for line in state(run)]
     lines += compared.mixed
     if drawn < len(compared.settings):
@@ -333,11 +323,7 @@ def results(compared: Compared) -> Table:
     metric = compared.metric
     every = [one for run in compared.runs for one in run.guarantees]
     kinds = dict.fromkeys((one.accountant, one.kind) for one in every)
-    others = [
-        name
-        for name in SCORES
-        if name != metric and any(run.number(name) is not None for run in compared.runs)
-    ]
+    known = [one for one in SCORES if any(run.number(one) is not None for run in compared.runs)]
     rows: list[Row] = []
     for setting in compared.settings:
 
@@ -347,7 +333,7 @@ def results(compared: Compared) -> Table:
         std = Quantity("std", "std", percent=quantity(metric).percent)
         row = {"setting": setting.label, "seeds": len(setting.runs), **mean(metric)}
         row |= {std: setting.spread(metric).std}
-        for name in (f"best_{metric}", *others):
+        for name in (f"best_{metric}", *(name for name in known if name != metric)):
             row |= mean(name)
         row["epsilon that holds"] = setting.epsilon
         stated = largest_stated(setting.runs)

@@ -113,9 +113,7 @@ def scored(run: Run) -> list[str]:
 def what(run: Run) -> str:
     """What was run, in a sentence: data, model, and the six choices."""
     tree = run.config
-    kinds = {
-        name: section.get("kind") for name, section in tree.items() if isinstance(section, dict)
-    }
+    kinds = {name: part.get("kind") for name, part in tree.items() if isinstance(part, dict)}
     clients = run.summary.get("population", tree.get("data", {}).get("clients"))
     parts = [f"{kinds.get('data')}, {number(clients)} clients", f"model {kinds.get('model')}"]
     names = [str(name) for name in run.summary.get("class_names") or ()]
@@ -130,11 +128,10 @@ def what(run: Run) -> str:
 
 def scores_of(run: Run) -> dict[str, str]:
     """The scores of the last evaluation in print, that by which the run is followed first."""
-    scores = {name: run.number(name) for name in run.summary if is_score(name)}
     return {
         name: number(score, quantity(name).percent)
-        for name, score in scores.items()
-        if score is not None
+        for name in run.summary
+        if is_score(name) and (score := run.number(name)) is not None
     }
 
 
@@ -160,7 +157,6 @@ def spent(run: Run) -> str:
 
 
 def tiles(run: Run) -> list[Tile]:
-    """The numbers at the top."""
     tiles = []
     for name, score in [*scores_of(run).items()][:TILES]:
         where = "the test set" if set_of(name) == TEST else "rows held out"

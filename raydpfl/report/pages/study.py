@@ -99,9 +99,7 @@ class StudySource(PageSource):
 
     @cached_property
     def cases(self) -> list[LabelledRun]:
-        """The final runs that came to an end. One that is the same under every accounting, as it
-        has no noise, is there under each.
-        """
+        """The final runs that have ended; one without noise is there under each accounting."""
         accountings = [*dict.fromkeys(row["accounting"] for row in self.results)]
         runs: dict[str, Run] = {}
         cases = []
@@ -135,12 +133,8 @@ class StudySource(PageSource):
             level = one.get("level")
             numbers = {"difference": one.get("difference"), "from": one.get("low")}
             numbers |= {"to": one.get("high"), "by": one.get("within") or one["by"] or None}
-            unit = ", points" if percent else ""
-            row: Row = {
-                "claim": one["says"],
-                "verdict": one["verdict"],
-                "of": measured.words + unit,
-            }
+            row: Row = {"claim": one["says"], "verdict": one["verdict"]}
+            row |= {"of": measured.words + (", points" if percent else "")}
             row |= {head: in_points(each, percent) for head, each in numbers.items()}
             row |= {"level": level and f"{level:.2%}", "seeds": one.get("seeds")}
             row |= {"cells": one["cells"], "of them hold": one.get("holds")}
@@ -157,7 +151,6 @@ class StudySource(PageSource):
         return [*pieces, Words("Arms that are one", equal)] if equal else pieces
 
     def shows(self) -> list[Piece]:
-        """What the study shows, and what was chosen for it."""
         titles = {"shows": "The claim", "lost": "Not stated, and chosen here"}
         return [
             Words(title, [" ".join(str(self.about[key]).split())])
@@ -166,7 +159,6 @@ class StudySource(PageSource):
         ]
 
     def warnings(self) -> list[str]:
-        """What to know before reading on."""
         problems = not_completed("study", self.summary)
         scale = self.about.get("scale")
         if scale and scale != "paper":
@@ -181,7 +173,6 @@ class StudySource(PageSource):
         return problems
 
     def tiles(self) -> list[Tile]:
-        """The numbers at the top."""
         summary = self.summary
         seeds = counted(len(summary.get("seeds", ())), "seed")
         cells = counted(summary.get("cells"), "cell")
@@ -221,9 +212,7 @@ class StudySource(PageSource):
         return [Table("identities", "Identities", caption, rows)] if rows else []
 
     def choices(self) -> list[Piece]:
-        """How values were chosen: in words, the number that they were chosen by over each of them,
-        and by cell.
-        """
+        """How values were chosen: in words, by the number that judged each, and by cell."""
         choices = self.summary.get("tuning") or {}
         pieces: list[Piece] = [Words("", [text]) for text in [choices.get("statement")] if text]
         judge = choices.get("judge", "")
@@ -247,7 +236,6 @@ class StudySource(PageSource):
         return [*pieces, chosen_values(rows, judge)]
 
     def final_runs(self) -> Piece:
-        """Every final run."""
         rows = self.results
         if not rows:
             return Missing("Runs", "needs results.parquet")
@@ -256,14 +244,10 @@ class StudySource(PageSource):
         shown: list[Row] = []
         for row in rows:
             values = json_of(row.get("values")).items()
-            shown.append(
-                {
-                    **{axis: row[axis] for axis in varied(rows)},
-                    **{quantity(name): row[name] for name in names},
-                    "values": ", ".join(f"{key} {in_print(value)}" for key, value in values),
-                    "directory": row["directory"],
-                }
-            )
+            printed = ", ".join(f"{key} {in_print(value)}" for key, value in values)
+            cells: Row = {axis: row[axis] for axis in varied(rows)}
+            cells |= {quantity(name): row[name] for name in names}
+            shown.append({**cells, "values": printed, "directory": row["directory"]})
         caption = "Every final run of every cell. From results.parquet."
         return Table("runs", "Final runs", caption, shown)
 
@@ -304,9 +288,7 @@ def keys_of(rows: Sequence[ResultRow]) -> list[str]:
 
 
 def outcomes(cases: Sequence[LabelledRun], numbers: Sequence[str]) -> list[str]:
-    """The arms by their means, in sentences. `numbers`: of the tables and figures; the first one
-    that any run has is shown.
-    """
+    """The arms by their means of the first of these numbers that any run has, in sentences."""
     if not cases:
         return ["No run has come to an end."]
     named = [name for name in numbers if any(case.number(name) is not None for case in cases)]

@@ -12,15 +12,7 @@ from raydpfl.report.figures.base import name_of
 from raydpfl.report.figures.curves import Curves
 from raydpfl.report.figures.final_metric import searched
 from raydpfl.report.html import Page, PageSection, Tile
-from raydpfl.report.labels import (
-    as_number,
-    beyond,
-    counted,
-    listed,
-    named,
-    number,
-    quantity,
-)
+from raydpfl.report.labels import as_number, beyond, counted, listed, named, number, quantity
 from raydpfl.report.pages.base import PageSource, not_completed, time_tile
 from raydpfl.report.pages.comparison import labels
 from raydpfl.report.pages.run import privacy
@@ -95,9 +87,7 @@ class SweepSource(PageSource):
 
     @cached_property
     def values(self) -> list[dict[str, str]]:
-        """The searched values of each trial, in print: a section, which the table has as JSON, by
-        what differs from the others.
-        """
+        """The searched values of each trial, in print; of a section what differs from others."""
         values: list[dict[str, str]] = [{} for _ in self.trials]
         for key in self.keys:
             sections = {trial[key]: json_of(trial[key]) or trial[key] for trial in self.trials}
@@ -147,7 +137,6 @@ class SweepSource(PageSource):
         return f"The best of the settings is {values}: {score}, the mean over {over}."
 
     def tiles(self) -> list[Tile]:
-        """The numbers at the top."""
         tiles = []
         if self.best:
             percent = self.measured.percent
@@ -217,9 +206,8 @@ class SweepSource(PageSource):
             if at_edge:
                 caption += "At an edge: the value is the smallest or the largest of its grid, so "
                 caption += "that one beyond may be better. "
-            name = name_of("best-for", key)
             caption += "From summary.json."
-            pieces.append(Table(name, f"Best for each {key}", caption, rows))
+            pieces.append(Table(name_of("best-for", key), f"Best for each {key}", caption, rows))
         return pieces
 
     def curves(self) -> list[Piece]:
