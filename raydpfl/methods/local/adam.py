@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from raydpfl.methods.local.base import Local, Step
 
@@ -32,20 +33,16 @@ class Adam(Local):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
 
-    def fresh(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def fresh(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(m, v), float32 [..., P] each."""
         return torch.zeros_like(x), torch.zeros_like(x)
 
-    def step(
-        self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
-    ) -> tuple[torch.Tensor, Any]:
+    def step(self, x: Tensor, gradient: Tensor, state: Any, at: Step) -> tuple[Tensor, Any]:
         if self.weight_decay:
             gradient = gradient + self.weight_decay * x
         return self._moved(x, gradient, state, at)
 
-    def _moved(
-        self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
-    ) -> tuple[torch.Tensor, Any]:
+    def _moved(self, x: Tensor, gradient: Tensor, state: Any, at: Step) -> tuple[Tensor, Any]:
         """The step without decay."""
         first, second = self.betas
         m = state[0].lerp(gradient, 1 - first)
@@ -70,9 +67,7 @@ class AdamW(Adam):
     kind: str = "adamw"
     weight_decay: float = Field(default=0.01, ge=0)
 
-    def step(
-        self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
-    ) -> tuple[torch.Tensor, Any]:
+    def step(self, x: Tensor, gradient: Tensor, state: Any, at: Step) -> tuple[Tensor, Any]:
         return self._moved(x * (1 - at.lr * self.weight_decay), gradient, state, at)
 
     @property

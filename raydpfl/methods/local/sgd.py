@@ -2,6 +2,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from raydpfl.config.registry import Examples
 from raydpfl.methods.local.base import LinearRule, Local, Step
@@ -30,13 +31,11 @@ class Sgd(Local):
     momentum: float = Field(default=0.0, ge=0, lt=1)
     proximal: float = Field(default=0.0, ge=0)
 
-    def fresh(self, x: torch.Tensor) -> torch.Tensor:
+    def fresh(self, x: Tensor) -> Tensor:
         """v, float32 [..., P]."""
         return torch.zeros_like(x)
 
-    def step(
-        self, x: torch.Tensor, gradient: torch.Tensor, state: torch.Tensor, at: Step
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, x: Tensor, gradient: Tensor, state: Tensor, at: Step) -> tuple[Tensor, Tensor]:
         """The backends take `linear` for it; a subclass may call it."""
         pull = self.weight_decay * x + self.proximal * (x - at.model)
         velocity = self.momentum * state + gradient + pull

@@ -68,8 +68,7 @@ class SecureSum(Sourced):
     kind: str = ""
     bits: int = Field(default=16, ge=8, le=32, description="width of the sum of a coordinate")
     rotation: bool = Field(
-        default=True,
-        description="of updates, at random, so that no coordinate needs a wider sum",
+        default=True, description="of updates, at random, so that no coordinate needs a wider sum"
     )
 
     @model_validator(mode="after")
@@ -160,10 +159,7 @@ class DiscreteGaussian(SecureSum):
     and Steinke 2021).
     """
 
-    examples: ClassVar[Examples] = (
-        *SecureSum.examples,
-        {"multiplier": 1.0, "placement": "client"},
-    )
+    examples: ClassVar[Examples] = (*SecureSum.examples, {"multiplier": 1.0, "placement": "client"})
     kind: str = "discrete_gaussian"
     placement: Literal["server", "client"] = "server"
 
