@@ -275,8 +275,7 @@ class Gaussian(Noise):
         if size < cohorts.cohort:
             expected = f"at least the simulated cohort of {cohorts.cohort}"
             raise ConfigError("noise.virtual_cohort", size, expected)
-        scaled = round(cohorts.population * size / cohorts.cohort)
-        population = self.virtual_population or scaled
+        population = self.virtual_population or round(cohorts.population * size / cohorts.cohort)
         if population < size or (cohorts.everyone and population != size):
             least = "exactly" if cohorts.everyone else "at least"
             expected = f"{least} noise.virtual_cohort, {size}, with {cohorts}"

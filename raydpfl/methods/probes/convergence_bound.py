@@ -87,8 +87,7 @@ class ConvergenceBoundProbe(Probe):
         self._fits_algorithm(problem)
         constants = BoundConstants(problem, losses)
         if constants.smoothness > self.smoothness:
-            expected = f"{constants.smoothness:g} or above"
-            raise self._refused("smoothness", self.smoothness, expected)
+            raise self._refused("smoothness", self.smoothness, f"{constants.smoothness:g} or above")
         if self.theorem.endswith("1") and constants.convexity < self.convexity:
             raise self._refused("convexity", self.convexity, f"{constants.convexity:g} or below")
         beta, gamma = constants.beta_gamma
@@ -118,8 +117,7 @@ class ConvergenceBoundProbe(Probe):
             rate = problem.local.learning_rate(t)
             low, high = self._rates(constants, t, problem.rounds)
             if not low * (1 - CLOSE) <= rate <= high * (1 + CLOSE):
-                expected = f"{low:g} to {high:g} in round {t}"
-                raise self._refused("local.lr", rate, expected)
+                raise self._refused("local.lr", rate, f"{low:g} to {high:g} in round {t}")
 
     def _refused(self, field: str, value: object, expected: str) -> ConfigError:
         return ConfigError(field, value, f"{expected}, with measure {self.kind} of {self.theorem}")
@@ -157,8 +155,7 @@ class ConvergenceBoundProbe(Probe):
             theta = losses.matrix(model)
             if t < first or max(of.steepest(of.start), of.steepest(theta)) > of.clip:
                 return dict.fromkeys(COLUMNS)
-            gradients = self.theorem.endswith("2")
-            error = of.squared_gradient(theta) if gradients else of.gap(theta)[0]
+            error = of.squared_gradient(theta) if self.theorem.endswith("2") else of.gap(theta)[0]
             bound = self._bound(of, t, problem.rounds)
             return dict(zip(COLUMNS, (error, bound, error / bound), strict=True))
 

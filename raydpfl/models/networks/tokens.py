@@ -31,8 +31,7 @@ class TokenModel(Model):
         if positions not in ([], list(form.shape)):
             expected = f"one for other targets: {positions} for {form.shape} inputs; it is for"
             raise ConfigError("model.kind", self.kind, f"{expected} {MODES}")
-        length = form.shape[0]
-        return self.tokens(form.tokens, length, outputs, every if positions else last)
+        return self.tokens(form.tokens, form.shape[0], outputs, every if positions else last)
 
     def tokens(
         self, tokens: int, length: int, outputs: int, pick: Callable[[Tensor], Tensor]
@@ -121,11 +120,10 @@ class Transformer(TokenModel):
         self, tokens: int, length: int, outputs: int, pick: Callable[[Tensor], Tensor]
     ) -> nn.Module:
         inner = self.inner or 4 * self.width
-        blocks = [TransformerBlock(self.width, self.heads, inner) for _ in range(self.layers)]
         return nn.Sequential(
             nn.Embedding(tokens, self.width),
             Positions(length, self.width),
-            *blocks,
+            *(TransformerBlock(self.width, self.heads, inner) for _ in range(self.layers)),
             nn.LayerNorm(self.width),
             Pick(pick),
             nn.Linear(self.width, outputs),

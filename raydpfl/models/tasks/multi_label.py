@@ -27,8 +27,7 @@ class MultiLabel(Task):
         # the log-softmax of (0, z) by hand: torch's own form uses log1p, whose value depends on the
         # position in the tensor, and so would the bits
         log_p = torch.log_softmax(torch.stack([torch.zeros_like(outputs), outputs], -1), -1)
-        chosen = torch.where(y > 0.5, log_p[..., 1], log_p[..., 0])
-        return -chosen.mean(-1)
+        return -torch.where(y > 0.5, log_p[..., 1], log_p[..., 0]).mean(-1)
 
     def scores(self) -> tuple[str, ...]:
         return ("accuracy", "loss")

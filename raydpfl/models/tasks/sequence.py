@@ -35,8 +35,7 @@ class Sequence(Task):
         flat = F.cross_entropy(
             outputs.flatten(0, -2), y.flatten(), ignore_index=self.ignore, reduction="none"
         )
-        counted = (y != self.ignore).flatten(1).sum(1).clamp(min=1)
-        return flat.view(len(y), -1).sum(1) / counted
+        return flat.view(len(y), -1).sum(1) / (y != self.ignore).flatten(1).sum(1).clamp(min=1)
 
     def scores(self) -> tuple[str, ...]:
         return ("accuracy", "perplexity", "loss")
@@ -61,8 +60,7 @@ class Sequence(Task):
         number = len(classes) if isinstance(classes, tuple) else classes
         numbered(name, counted, number)
         names = classes if isinstance(classes, tuple) else ()
-        target = Target((width,), number or 1 + int(counted.max()), names)
-        return arrays[0], arrays[1], target
+        return arrays[0], arrays[1], Target((width,), number or 1 + int(counted.max()), names)
 
     def _filled(self, name: str, column: np.ndarray, width: int) -> np.ndarray:
         """Int64 [rows, width]."""
