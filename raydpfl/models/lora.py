@@ -33,7 +33,7 @@ class Lora(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    rank: int = Field(default=8, ge=1)
+    rank: int = Field(default=8, ge=1, description="of B A")
     scale: float = Field(
         default=1.0, gt=0, description="what B A is multiplied by: alpha / r of the paper"
     )

@@ -22,7 +22,7 @@ class AlphaNormEC(SmoothNormalize):
 
     examples = ({"bound": 1.0}, {"bound": 0.5, "beta": 0.5, "scaling": "gradient"})
     kind: str = "alpha_norm_ec"
-    beta: float = Field(default=0.1, gt=0, le=1)
+    beta: float = Field(default=0.1, gt=0, le=1, description="share of s that g_i takes up")
 
     def send(self, updates: Tensor, view: View) -> Tensor:
         vectors = super().send(updates, view)

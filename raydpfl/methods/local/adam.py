@@ -19,8 +19,7 @@ class Adam(Local):
     At step k, from 1, m^ = m / (1 - beta1^k) and v^ = v / (1 - beta2^k); m = v = 0 at a round's
     start (Kingma and Ba 2015, Alg. 1).
 
-    g is the gradient of the batch, and `weight_decay` x is added to it, all as `torch.optim.Adam`
-    does it.
+    g is the gradient of the batch, all as `torch.optim.Adam` does it.
     """
 
     examples = (
@@ -29,9 +28,9 @@ class Adam(Local):
     )
     kind: str = "adam"
     lr: float = Field(default=0.001, gt=0, description="eta_l of round 0")
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="beta1 and beta2")
+    eps: float = Field(default=1e-8, gt=0, description="added to sqrt(v^)")
+    weight_decay: float = Field(default=0.0, ge=0, description="times x is added to the gradient")
 
     def fresh(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(m, v), float32 [..., P] each."""
@@ -65,7 +64,7 @@ class AdamW(Adam):
         {"steps": 4, "batch": 5, "lr": 0.01, "within": {"lr_warmup": 2}},
     )
     kind: str = "adamw"
-    weight_decay: float = Field(default=0.01, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0, description="times lr: what is taken off x")
 
     def step(self, x: Tensor, gradient: Tensor, state: Any, at: Step) -> tuple[Tensor, Any]:
         return self._moved(x * (1 - at.lr * self.weight_decay), gradient, state, at)

@@ -91,7 +91,7 @@ class Share(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    share: float = Field(gt=0, le=1)
+    share: float = Field(gt=0, le=1, description="q, of a client's rows")
 
     def of(self, sizes: np.ndarray) -> np.ndarray:
         """Rows in a batch, int64 [C], of clients with so many rows, int64 [C]."""

@@ -13,9 +13,8 @@ class Sgd(Local):
     x_t, the model, at a round's start.
 
     g is the gradient of the mean loss of the batch (cross-entropy; half the squared error in
-    regression); every parameter decays, biases too, all as `torch.optim.SGD` does it (000 Alg. 1-3,
-    001 Alg. 1-3: Q local steps; the L2 terms of SPEC sec. 4 are `weight_decay`). `proximal` is the
-    mu of FedProx (Li et al. 2020, Alg. 2), where a client minimises its loss + mu/2 ||x - x_t||^2.
+    regression), all as `torch.optim.SGD` does it (000 Alg. 1-3, 001 Alg. 1-3: Q local steps; the L2
+    terms of SPEC sec. 4 are `weight_decay`). FedProx is Li et al. 2020, Alg. 2.
     """
 
     examples: ClassVar[Examples] = (
@@ -27,9 +26,11 @@ class Sgd(Local):
         {"epochs": 2, "batch": 5, "within": {"schedule": "cosine", "lr_period": 4}},
     )
     kind: str = "sgd"
-    weight_decay: float = Field(default=0.0, ge=0)
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    proximal: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, description="of every parameter, biases too")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="share of v that a step keeps")
+    proximal: float = Field(
+        default=0.0, ge=0, description="mu of FedProx: loss + mu/2 ||x - x_t||^2"
+    )
 
     def fresh(self, x: Tensor) -> Tensor:
         """v, float32 [..., P]."""

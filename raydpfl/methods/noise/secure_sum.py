@@ -73,11 +73,11 @@ class SecureSum(Sourced):
 
     @model_validator(mode="after")
     def _of_integers(self) -> SecureSum:
-        self._refuse("calibration", "rigorous: no paper's formula is for integers", "rigorous")
+        self._refuse("calibration", "rigorous: no paper's formula is for integers")
         self._refuse("schedule", "none with a sum of integers, whose step is for one std")
         self._refuse("virtual_cohort", "none with a sum of integers, whose width is for those")
         if not self.repeatable:
-            self._refuse("common", "false, as noise.source system is never the same", False)
+            self._refuse("common", "false, as noise.source system is never the same")
         return self
 
     def noise_distribution(self, std: float) -> distributions.Distribution:
@@ -161,7 +161,7 @@ class DiscreteGaussian(SecureSum):
 
     examples: ClassVar[Examples] = (*SecureSum.examples, {"multiplier": 1.0, "placement": "client"})
     kind: str = "discrete_gaussian"
-    placement: Literal["server", "client"] = "server"
+    placement: Literal["server", "client"] = Field(default="server", description="who draws it")
 
     def noise_distribution(self, std: float) -> distributions.Distribution:
         return distributions.discrete_gaussian(std)
@@ -177,7 +177,7 @@ class Skellam(SecureSum):
     """
 
     kind: str = "skellam"
-    placement: Literal["client"] = "client"
+    placement: Literal["client"] = Field(default="client", description="who draws it")
 
     def noise_distribution(self, std: float) -> distributions.Distribution:
         return distributions.skellam(std)
