@@ -372,12 +372,9 @@ overridden = SECTIONS.overridden
 def _one_run(tree: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for what is no section, and for a sweep, which is not one run."""
     sweeps = "raydpfl sweep runs a config with search spaces"
-    if "study" in tree:
-        raise ConfigError(
-            "study", tree["study"], "none in the config of one run; raydpfl reproduce runs a study"
-        )
-    if "sweep" in tree:
-        raise ConfigError("sweep", tree["sweep"], f"none in the config of one run; {sweeps}")
+    for key, use in (("study", "raydpfl reproduce runs a study"), ("sweep", sweeps)):
+        if key in tree:
+            raise ConfigError(key, tree[key], f"none in the config of one run; {use}")
     unknown = [key for key in tree if key not in Experiment.model_fields]
     if unknown:
         expected = f"one of the sections {', '.join(Experiment.model_fields)}"

@@ -101,9 +101,7 @@ class Client(Section):
 
     actors: Whole | Literal["auto", "per-client"] = Field(
         default="auto",
-        description=(
-            "auto: this process, or one actor for each core, chosen before the first round"
-        ),
+        description="auto: this process, or one actor for each core, chosen before the first round",
     )
     num_cpus: float = Field(
         default=1,

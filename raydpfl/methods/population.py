@@ -47,8 +47,7 @@ def client_weights(member: Weights, selection: Selection, population: Population
         corrections = selection.corrections(population)
         return weights if corrections is None else weights * corrections
 
-    key = member.model_dump_json(), selection.model_dump_json()
-    return population.cached(key, compute)
+    return population.cached((member.model_dump_json(), selection.model_dump_json()), compute)
 
 
 def composed(selection: Selection, seed: int, rounds: int, population: Population) -> np.ndarray:

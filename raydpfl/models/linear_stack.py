@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from raydpfl.errors import RAISED
 
@@ -37,15 +37,15 @@ class Activation:
     """
 
     name: str
-    forward: Callable[[torch.Tensor], torch.Tensor]
+    forward: Callable[[Tensor], Tensor]
     kernel: Any
     settings: tuple[Any, ...] = ()
 
-    def backward(self, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    def backward(self, g: Tensor, a: Tensor) -> Tensor:
         """The gradient by the input, from `g` by the output and the output `a`."""
         return self.kernel.default(g, a, *self.settings)
 
-    def backward_(self, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    def backward_(self, g: Tensor, a: Tensor) -> Tensor:
         """As `backward`, in place of `g`."""
         return self.kernel.grad_input(g, a, *self.settings, grad_input=g)
 
@@ -60,7 +60,7 @@ class Layer:
     bias: int | None
     activation: Activation | None = None
 
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def views(self, flat: Tensor) -> list[Tensor]:
         """W [..., out, in] and b [..., 1, out], if there is one, within `flat` [..., d]."""
         flat_weight = flat[..., self.weight : self.weight + self.inputs * self.outputs]
         weight = flat_weight.view(*flat.shape[:-1], self.outputs, self.inputs)
@@ -90,7 +90,7 @@ ACTIVATIONS: dict[Any, Activation] = {
 }  # fmt: skip
 
 
-Found = Activation | tuple[torch.Tensor, torch.Tensor | None] | None
+Found = Activation | tuple[Tensor, Tensor | None] | None
 
 
 def stack(module: nn.Module) -> tuple[Layer, ...]:
@@ -156,9 +156,7 @@ def places_of(module: nn.Module) -> dict[int, int]:
     return places
 
 
-def taken(
-    places: dict[int, int], weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[int, int | None]:
+def taken(places: dict[int, int], weight: Tensor, bias: Tensor | None) -> tuple[int, int | None]:
     """The places of a layer's weight and bias, taken out of `places`. Raises `NoStack`."""
     if id(weight) not in places or (bias is not None and id(bias) not in places):
         raise NoStack("a layer is used twice, tied to another or frozen")
@@ -219,7 +217,7 @@ def check_unhooked(module: nn.Module) -> None:
         raise NoStack(f"{type(module).__name__} with hooks is not supported")
 
 
-def _of_function(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _of_function(call: Call) -> tuple[Tensor, Tensor | None]:
     """The (weight, bias) of a call of `torch.nn.functional.linear`."""
     node = call.node
     named = [node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs]
@@ -229,7 +227,7 @@ def _of_function(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     return weight, bias[0] if bias else None
 
 
-def _attribute(root: nn.Module, source: object) -> torch.Tensor | None:
+def _attribute(root: nn.Module, source: object) -> Tensor | None:
     """The parameter or buffer that an argument is; None for None."""
     if source is None:
         return None

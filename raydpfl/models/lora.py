@@ -17,9 +17,8 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import nn
+from torch import Tensor, nn
 
 from raydpfl.errors import ConfigError
 from raydpfl.models.shared_and_local import chosen
@@ -34,7 +33,7 @@ class Lora(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    rank: int = Field(default=8, ge=1)
+    rank: int = Field(default=8, ge=1, description="of B A")
     scale: float = Field(
         default=1.0, gt=0, description="what B A is multiplied by: alpha / r of the paper"
     )
@@ -138,7 +137,7 @@ def _widths(layer: nn.Module) -> tuple[int, int]:
 
 def _adapted(
     scale: float, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], outputs: Any
-) -> torch.Tensor:
+) -> Tensor:
     """A hook after forward."""
     x = inputs[0] if inputs else next(iter(named.values()))
     return outputs + layer.get_submodule(B)(scale * layer.get_submodule(A)(x))
@@ -176,13 +175,13 @@ def take_off(layer: nn.Module) -> float | None:
     return hooks[0].args[0]
 
 
-def inputs_first(layer: nn.Module) -> torch.Tensor:
+def inputs_first(layer: nn.Module) -> Tensor:
     """The weight of a linear layer, [in, out]."""
     weight = layer.get_parameter("weight")
     return weight if _is_transposed(layer) else weight.T
 
 
-def merged(module: nn.Module) -> dict[str, torch.Tensor]:
+def merged(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a module without adapters that does what this one does, under
     the names that they had before. Raises `ConfigError` where there is none, as another layer has
     the weight of an adapted one too.

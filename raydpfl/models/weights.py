@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save
-from torch import nn
+from torch import Tensor, nn
 
 from raydpfl.errors import RAISED, ConfigError, one_line
 
@@ -31,7 +31,7 @@ def place(path: str | Path) -> Path:
     return found / SAVED if found.is_dir() else found
 
 
-def packed(tensors: Mapping[str, torch.Tensor], suffix: str, metadata: Mapping[str, str]) -> bytes:
+def packed(tensors: Mapping[str, Tensor], suffix: str, metadata: Mapping[str, str]) -> bytes:
     """The bytes of a file with this suffix: tensors, each whole under every name that it has, and
     `said` of them, which a `state_dict` has no room for.
 
@@ -52,7 +52,7 @@ def packed(tensors: Mapping[str, torch.Tensor], suffix: str, metadata: Mapping[s
     return buffer.getvalue()
 
 
-def read(path: str | Path) -> dict[str, torch.Tensor]:
+def read(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a file, by name, on the CPU. Raises `ConfigError` on `model.init`."""
     file = place(path)
     try:
@@ -62,8 +62,7 @@ def read(path: str | Path) -> dict[str, torch.Tensor]:
     except RAISED as error:
         raise _refused(path, f"a file that can be read ({one_line(error, 200)})") from None
     named = isinstance(loaded, Mapping) and all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor)
-        for name, tensor in loaded.items()
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in loaded.items()
     )
     if not named:
         raise _refused(path, f"a state_dict, tensors by name; it holds {type(loaded).__name__}")

@@ -1,6 +1,6 @@
 import numpy as np
-import torch
 from pydantic import Field
+from torch import Tensor
 
 from raydpfl.core.messages import Facts, State, View
 from raydpfl.methods.bounding.normalize import SmoothNormalize
@@ -22,19 +22,17 @@ class AlphaNormEC(SmoothNormalize):
 
     examples = ({"bound": 1.0}, {"bound": 0.5, "beta": 0.5, "scaling": "gradient"})
     kind: str = "alpha_norm_ec"
-    beta: float = Field(default=0.1, gt=0, le=1)
+    beta: float = Field(default=0.1, gt=0, le=1, description="share of s that g_i takes up")
 
-    def send(self, updates: torch.Tensor, view: View) -> torch.Tensor:
+    def send(self, updates: Tensor, view: View) -> Tensor:
         vectors = super().send(updates, view)
         vectors -= view.state
         return vectors
 
-    def invert(self, vectors: torch.Tensor, view: View) -> torch.Tensor:
+    def invert(self, vectors: Tensor, view: View) -> Tensor:
         return super().invert(vectors + view.state, view)
 
-    def next_state(
-        self, vectors: torch.Tensor, sent: torch.Tensor, view: View
-    ) -> torch.Tensor | None:
+    def next_state(self, vectors: Tensor, sent: Tensor, view: View) -> Tensor | None:
         return view.state + self.beta * sent
 
     def start(self, d: int) -> State:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from raydpfl.config.registry import overrides
 from raydpfl.config.setting import Setting
@@ -117,7 +118,7 @@ class Bounding(WithServerState):
 
     # --- what a client does ---
 
-    def send(self, updates: torch.Tensor, view: View) -> torch.Tensor:
+    def send(self, updates: Tensor, view: View) -> Tensor:
         """What clients would send without a bound, float64 [k, d], of their updates float64 [k, d],
         which may be written to.
 
@@ -128,7 +129,7 @@ class Bounding(WithServerState):
             updates /= view.lr
         return updates
 
-    def invert(self, vectors: torch.Tensor, view: View) -> torch.Tensor:
+    def invert(self, vectors: Tensor, view: View) -> Tensor:
         """The updates from which `send` makes these vectors, float [k, d] both."""
         return vectors * view.lr if self.scaling == "gradient" else vectors
 
@@ -138,7 +139,7 @@ class Bounding(WithServerState):
         """
         raise NotImplementedError
 
-    def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
+    def factors(self, norms: Tensor, bound: float) -> Tensor:
         """`factor` of k norms, float64 [k] both. The bound is infinite where there is none."""
         values = [self.factor(norm, bound) for norm in norms.tolist()]
         return torch.tensor(values, dtype=torch.float64, device=norms.device)
@@ -157,9 +158,7 @@ class Bounding(WithServerState):
         """
         return samples if self.sample_bound is not None else (factors < 1.0).astype(np.float64)
 
-    def next_state(
-        self, vectors: torch.Tensor, sent: torch.Tensor, view: View
-    ) -> torch.Tensor | None:
+    def next_state(self, vectors: Tensor, sent: Tensor, view: View) -> Tensor | None:
         """The states of clients for their next round, [k, d], where they were `view.state`; None:
         they have none. `vectors` are as `send` made them, `sent` the same bounded and weighted,
         without noise, float64 [k, d]: the difference is what bounding has left out.
@@ -204,7 +203,7 @@ class Bounding(WithServerState):
     adapts = overrides(adapt)  # whether the bound may change from round to round
 
 
-def _of_one(factors: Callable[[Any, torch.Tensor, float], torch.Tensor]) -> Callable[..., float]:
+def _of_one(factors: Callable[[Any, Tensor, float], Tensor]) -> Callable[..., float]:
     """`factor` of a class that has these `factors`, whatever those of its subclasses."""
 
     def factor(self: Bounding, norm: float, bound: float) -> float:
@@ -216,7 +215,7 @@ def _of_one(factors: Callable[[Any, torch.Tensor, float], torch.Tensor]) -> Call
 class ClosedForm(Bounding):
     """Base of the members with a closed form, which give `closed`."""
 
-    def factors(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
+    def factors(self, norms: Tensor, bound: float) -> Tensor:
         form = self.closed(bound)
         assert form is not None  # of these members
         most, above, offset = form

@@ -2,6 +2,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from raydpfl.core.messages import Facts, State, View
 from raydpfl.methods.bounding.clip import Clip
@@ -14,7 +15,7 @@ class ModelClip(Clip):
 
     examples = ({"bound": 1.0},)
     kind: str = "model_clip"
-    scaling: Literal["update"] = "update"
+    scaling: Literal["update"] = Field(default="update", description="the model itself")
 
     def sends_model(self) -> bool:
         return True

@@ -26,7 +26,9 @@ class SmoothNormalize(ClosedForm):
     examples: ClassVar[Examples] = ({"bound": 1.0}, {"bound": 0.5, "a": 1.0})
     kind: str = "smooth_normalize"
     bound: Bound = Field(description="c: the largest L2 norm of what one client sends")
-    a: float = Field(default=0.01, ge=BOUNDS[0], le=BOUNDS[1])
+    a: float = Field(
+        default=0.01, ge=BOUNDS[0], le=BOUNDS[1], description="a norm that is cut to c/2"
+    )
 
     @property
     def far(self) -> float:

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from raydpfl.methods.local.base import Local, Step
 
@@ -18,8 +19,7 @@ class Adam(Local):
     At step k, from 1, m^ = m / (1 - beta1^k) and v^ = v / (1 - beta2^k); m = v = 0 at a round's
     start (Kingma and Ba 2015, Alg. 1).
 
-    g is the gradient of the batch, and `weight_decay` x is added to it, all as `torch.optim.Adam`
-    does it.
+    g is the gradient of the batch, all as `torch.optim.Adam` does it.
     """
 
     examples = (
@@ -28,24 +28,20 @@ class Adam(Local):
     )
     kind: str = "adam"
     lr: float = Field(default=0.001, gt=0, description="eta_l of round 0")
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="beta1 and beta2")
+    eps: float = Field(default=1e-8, gt=0, description="added to sqrt(v^)")
+    weight_decay: float = Field(default=0.0, ge=0, description="times x is added to the gradient")
 
-    def fresh(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def fresh(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(m, v), float32 [..., P] each."""
         return torch.zeros_like(x), torch.zeros_like(x)
 
-    def step(
-        self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
-    ) -> tuple[torch.Tensor, Any]:
+    def step(self, x: Tensor, gradient: Tensor, state: Any, at: Step) -> tuple[Tensor, Any]:
         if self.weight_decay:
             gradient = gradient + self.weight_decay * x
         return self._moved(x, gradient, state, at)
 
-    def _moved(
-        self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
-    ) -> tuple[torch.Tensor, Any]:
+    def _moved(self, x: Tensor, gradient: Tensor, state: Any, at: Step) -> tuple[Tensor, Any]:
         """The step without decay."""
         first, second = self.betas
         m = state[0].lerp(gradient, 1 - first)
@@ -68,11 +64,9 @@ class AdamW(Adam):
         {"steps": 4, "batch": 5, "lr": 0.01, "within": {"lr_warmup": 2}},
     )
     kind: str = "adamw"
-    weight_decay: float = Field(default=0.01, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0, description="times lr: what is taken off x")
 
-    def step(
-        self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
-    ) -> tuple[torch.Tensor, Any]:
+    def step(self, x: Tensor, gradient: Tensor, state: Any, at: Step) -> tuple[Tensor, Any]:
         return self._moved(x * (1 - at.lr * self.weight_decay), gradient, state, at)
 
     @property

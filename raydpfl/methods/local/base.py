@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from torch import nn
+from torch import Tensor, nn
 
 from raydpfl.config.registry import overrides
 from raydpfl.config.setting import Setting
@@ -27,7 +27,7 @@ class Step:
     lr: float  # its learning rate
     # x_t, float32 [P]: the round's model, where every client began; [..., P] where each began with
     # parts of its own
-    model: torch.Tensor
+    model: Tensor
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class LinearRule:
 
     def move(
         self,
-        now: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        velocity: list[torch.Tensor],
-        model: list[torch.Tensor],
-        corrections: list[torch.Tensor],
+        now: list[Tensor],
+        gradients: list[Tensor],
+        velocity: list[Tensor],
+        model: list[Tensor],
+        corrections: list[Tensor],
         lr: float,
     ) -> None:
         """Makes a step in place on parameters in parts.
@@ -91,7 +91,7 @@ class Share(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    share: float = Field(gt=0, le=1)
+    share: float = Field(gt=0, le=1, description="q, of a client's rows")
 
     def of(self, sizes: np.ndarray) -> np.ndarray:
         """Rows in a batch, int64 [C], of clients with so many rows, int64 [C]."""
@@ -206,15 +206,13 @@ class Local(Schedule, WithServerState):
 
     # --- the rule ---
 
-    def fresh(self, x: torch.Tensor) -> Any:
+    def fresh(self, x: Tensor) -> Any:
         """The rule's state at a round's start, which only `step` looks at; `x` float32 [..., P] is
         the model, once for each client.
         """
         return None
 
-    def step(
-        self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
-    ) -> tuple[torch.Tensor, Any]:
+    def step(self, x: Tensor, gradient: Tensor, state: Any, at: Step) -> tuple[Tensor, Any]:
         """One step, here x - lr g, of each client by itself. Arguments are not to be changed.
 
         Args:
@@ -230,9 +228,7 @@ class Local(Schedule, WithServerState):
         """
         return x - at.lr * gradient, state
 
-    def perturb(
-        self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
-    ) -> torch.Tensor:
+    def perturb(self, x: Tensor, gradient: Tensor, state: Any, at: Step) -> Tensor:
         """Where the gradient for `step` is taken, float32 [..., P]; here x. Arguments as for
         `step`, but for the gradient, at x as it is. A class with this takes two of every batch.
         """
@@ -240,9 +236,7 @@ class Local(Schedule, WithServerState):
 
     perturbs = overrides(perturb)  # whether its steps take two gradients
 
-    def train(
-        self, module: nn.Module, x: torch.Tensor, y: torch.Tensor, generator: torch.Generator
-    ) -> None:
+    def train(self, module: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator) -> None:
         """All of a client's training in a round, in the place of steps: any torch code. A class
         that gives this has clients one by one, and no `step`.
 
@@ -294,17 +288,17 @@ class Local(Schedule, WithServerState):
 
     # --- states of clients and server between rounds; vectors are torch's, [d] or [k, d] ---
 
-    def correction(self, view: View) -> torch.Tensor | None:
+    def correction(self, view: View) -> Tensor | None:
         """What is added to every gradient of these k clients, float32 [k, d]; None: nothing."""
         return None
 
     corrects = overrides(correction)
 
-    def idle(self, view: View) -> torch.Tensor:
+    def idle(self, view: View) -> Tensor:
         """The update of a client that has no gradients (it failed, or has no data), float32 [d]."""
         return torch.zeros_like(view.model)
 
-    def next_state(self, moved: torch.Tensor, view: View) -> torch.Tensor | None:
+    def next_state(self, moved: Tensor, view: View) -> Tensor | None:
         """The state of clients for their next round, [k, d], where it was `view.state` before.
         `moved` float64 [k, d] is what each sent, bounded and noisy, in units of updates.
         """

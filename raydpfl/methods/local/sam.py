@@ -2,6 +2,7 @@ from typing import Any
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from raydpfl.methods.local.base import Step
 from raydpfl.methods.local.sgd import Sgd
@@ -24,8 +25,6 @@ class Sam(Sgd):
         default=0.05, gt=0, description="how far away gradients are taken: an L2 norm"
     )
 
-    def perturb(
-        self, x: torch.Tensor, gradient: torch.Tensor, state: Any, at: Step
-    ) -> torch.Tensor:
+    def perturb(self, x: Tensor, gradient: Tensor, state: Any, at: Step) -> Tensor:
         norm = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
         return x + self.rho * gradient / norm.clamp(min=torch.finfo(norm.dtype).tiny)

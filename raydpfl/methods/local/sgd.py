@@ -2,6 +2,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from raydpfl.config.registry import Examples
 from raydpfl.methods.local.base import LinearRule, Local, Step
@@ -12,9 +13,8 @@ class Sgd(Local):
     x_t, the model, at a round's start.
 
     g is the gradient of the mean loss of the batch (cross-entropy; half the squared error in
-    regression); every parameter decays, biases too, all as `torch.optim.SGD` does it (000 Alg. 1-3,
-    001 Alg. 1-3: Q local steps; the L2 terms of SPEC sec. 4 are `weight_decay`). `proximal` is the
-    mu of FedProx (Li et al. 2020, Alg. 2), where a client minimises its loss + mu/2 ||x - x_t||^2.
+    regression), all as `torch.optim.SGD` does it (000 Alg. 1-3, 001 Alg. 1-3: Q local steps; the L2
+    terms of SPEC sec. 4 are `weight_decay`). FedProx is Li et al. 2020, Alg. 2.
     """
 
     examples: ClassVar[Examples] = (
@@ -26,17 +26,17 @@ class Sgd(Local):
         {"epochs": 2, "batch": 5, "within": {"schedule": "cosine", "lr_period": 4}},
     )
     kind: str = "sgd"
-    weight_decay: float = Field(default=0.0, ge=0)
-    momentum: float = Field(default=0.0, ge=0, lt=1)
-    proximal: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, description="of every parameter, biases too")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="share of v that a step keeps")
+    proximal: float = Field(
+        default=0.0, ge=0, description="mu of FedProx: loss + mu/2 ||x - x_t||^2"
+    )
 
-    def fresh(self, x: torch.Tensor) -> torch.Tensor:
+    def fresh(self, x: Tensor) -> Tensor:
         """v, float32 [..., P]."""
         return torch.zeros_like(x)
 
-    def step(
-        self, x: torch.Tensor, gradient: torch.Tensor, state: torch.Tensor, at: Step
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, x: Tensor, gradient: Tensor, state: Tensor, at: Step) -> tuple[Tensor, Tensor]:
         """The backends take `linear` for it; a subclass may call it."""
         pull = self.weight_decay * x + self.proximal * (x - at.model)
         velocity = self.momentum * state + gradient + pull

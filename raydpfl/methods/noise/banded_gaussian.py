@@ -22,9 +22,8 @@ class BandedGaussian(ToeplitzGaussian):
     2023).
 
     `epsilon`, `multiplier` and `std` are those of z; the columns of C have norm at most 1.
-    `coefficients` are the diagonals of C, float [bands], of any scale. By default they are those of
-    least error where participations are at least `bands` rounds apart, which they then have to be;
-    with coefficients that do not increase they may be nearer. The server keeps bands - 1 models.
+    Without `coefficients` participations have to be at least `bands` rounds apart; with some that
+    do not increase they may be nearer. The server keeps bands - 1 models.
     """
 
     examples = (
@@ -36,7 +35,9 @@ class BandedGaussian(ToeplitzGaussian):
     bands: int = Field(
         ge=1, description="rounds that the noise of one is correlated with, itself among them"
     )
-    coefficients: tuple[float, ...] | None = None
+    coefficients: tuple[float, ...] | None = Field(
+        default=None, description="diagonals of C, of any scale; None: those of least error"
+    )
 
     @model_validator(mode="after")
     def _banded(self) -> BandedGaussian:

@@ -362,8 +362,7 @@ class Noise(Member):
             )
         if mechanism.unproved:
             exclusions += (mechanism.unproved,)
-        factors = self._factors(setting)
-        mechanism = replace(mechanism, exclusions=exclusions, factors=factors)
+        mechanism = replace(mechanism, exclusions=exclusions, factors=self._factors(setting))
         on_sums.check_covered(setting, mechanism, self.terms_in(setting).relation)
         return mechanism
 

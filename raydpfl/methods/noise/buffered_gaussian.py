@@ -22,16 +22,19 @@ class BufferedGaussian(ToeplitzGaussian):
     Xu and Zhang 2024): C has the first column (1, s_0, s_1, ...) / norm with s_j = sum over the
     buffers of scale x decay^j, of norm 1 over all rounds.
 
-    `epsilon`, `multiplier` and `std` are those of z. `decays` and `scales`, float [buffers] each,
-    are by default those of least error for the run's rounds, the momentum of its server, and the
-    participations that its selection allows. The server keeps one model for each buffer.
+    `epsilon`, `multiplier` and `std` are those of z. The least error is that for the run's rounds,
+    the momentum of its server, and the participations that its selection allows.
     """
 
     examples = ({"multiplier": 1.0, "buffers": 2},)
     kind: str = "buffered_gaussian"
     buffers: int = Field(default=3, ge=1, le=20, description="models that the server keeps")
-    decays: tuple[float, ...] | None = None
-    scales: tuple[float, ...] | None = None
+    decays: tuple[float, ...] | None = Field(
+        default=None, description="from 0 to 1, one a buffer; None: those of least error"
+    )
+    scales: tuple[float, ...] | None = Field(
+        default=None, description="as decays; their sum is <= 1"
+    )
     norm: float | None = Field(
         default=None, gt=0, description="of the column (1, s_0, ...) over the rounds; filled in"
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar, Literal
 
 import numpy as np
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
@@ -29,12 +29,12 @@ class CorrelatedGaussian(Gaussian):
     accounted_with = ("server",)  # C is fitted to it
     of_all_rounds: ClassVar[bool] = True  # whether what some rounds cost depends on how many follow
     kind: str = ""
-    placement: Literal["server"] = "server"
+    placement: Literal["server"] = Field(default="server", description="who draws it")
 
     @model_validator(mode="after")
     def _rigorous(self) -> CorrelatedGaussian:
         expected = "rigorous: the papers have no formula for noise that is correlated over rounds"
-        self._refuse("calibration", expected, "rigorous")
+        self._refuse("calibration", expected)
         self._refuse("schedule", "none with noise that is correlated over the rounds")
         if self.of_all_rounds:
             self._refuse("rounds", "none with noise that is correlated over all rounds of the run")

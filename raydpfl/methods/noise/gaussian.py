@@ -123,17 +123,16 @@ class Gaussian(Noise):
             raise ConfigError("noise", sizes or None, "exactly one of epsilon, multiplier and std")
         if self.epsilon is None:
             self._refuse("rounds", "none without noise.epsilon for them")
-            expected = "rigorous, unless noise.epsilon is what is given"
-            self._refuse("calibration", expected, "rigorous")
+            self._refuse("calibration", "rigorous, unless noise.epsilon is what is given")
         if self.virtual_cohort is None:
             self._refuse("virtual_population", "none without noise.virtual_cohort")
         else:
             self._refuse("std", "none with noise.virtual_cohort, which scales noise.multiplier")
         return self
 
-    def _refuse(self, field: str, expected: str, default: Any = None) -> None:
-        """Raises `ConfigError` for a field that is not at this default."""
-        if getattr(self, field) != default:
+    def _refuse(self, field: str, expected: str) -> None:
+        """Raises `ConfigError` for a field that is not at its default."""
+        if getattr(self, field) != Gaussian.model_fields[field].default:
             raise ConfigError(f"noise.{field}", getattr(self, field), expected)
 
     # --- who draws it ---
@@ -275,8 +274,7 @@ class Gaussian(Noise):
         if size < cohorts.cohort:
             expected = f"at least the simulated cohort of {cohorts.cohort}"
             raise ConfigError("noise.virtual_cohort", size, expected)
-        scaled = round(cohorts.population * size / cohorts.cohort)
-        population = self.virtual_population or scaled
+        population = self.virtual_population or round(cohorts.population * size / cohorts.cohort)
         if population < size or (cohorts.everyone and population != size):
             least = "exactly" if cohorts.everyone else "at least"
             expected = f"{least} noise.virtual_cohort, {size}, with {cohorts}"
@@ -327,7 +325,7 @@ class Gaussian(Noise):
             raise ConfigError("noise.epsilon", None, expected)
         expected = "none with placement step"
         self._refuse("rounds", f"{expected}: a client's noise is for the rounds that it is in")
-        self._refuse("v", f"{expected}, whose formulas have no such constant", 4.0)
+        self._refuse("v", f"{expected}, whose formulas have no such constant")
         self._refuse("virtual_cohort", f"{expected}: each client's noise is its own")
         self._refuse("schedule", f"{expected}: a client's noise is the same at all its steps")
         if setting.relation not in ("auto", "replace_one"):

@@ -6,7 +6,7 @@ import math
 from typing import ClassVar, Literal
 
 import numpy as np
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from raydpfl.config.registry import Examples
 from raydpfl.config.setting import Setting
@@ -30,12 +30,11 @@ class Laplace(Gaussian):
         {"epsilon": 8.0, "schedule": {"decay": 0.9}},
     )
     kind: str = "laplace"
-    placement: Literal["server"] = "server"
+    placement: Literal["server"] = Field(default="server", description="who draws it")
 
     @model_validator(mode="after")
     def _rigorous(self) -> Laplace:
-        expected = "rigorous: the papers' formulas are for Gaussian noise"
-        self._refuse("calibration", expected, "rigorous")
+        self._refuse("calibration", "rigorous: the papers' formulas are for Gaussian noise")
         return self
 
     def check(self, setting: Setting) -> None:

@@ -68,17 +68,16 @@ class SecureSum(Sourced):
     kind: str = ""
     bits: int = Field(default=16, ge=8, le=32, description="width of the sum of a coordinate")
     rotation: bool = Field(
-        default=True,
-        description="of updates, at random, so that no coordinate needs a wider sum",
+        default=True, description="of updates, at random, so that no coordinate needs a wider sum"
     )
 
     @model_validator(mode="after")
     def _of_integers(self) -> SecureSum:
-        self._refuse("calibration", "rigorous: no paper's formula is for integers", "rigorous")
+        self._refuse("calibration", "rigorous: no paper's formula is for integers")
         self._refuse("schedule", "none with a sum of integers, whose step is for one std")
         self._refuse("virtual_cohort", "none with a sum of integers, whose width is for those")
         if not self.repeatable:
-            self._refuse("common", "false, as noise.source system is never the same", False)
+            self._refuse("common", "false, as noise.source system is never the same")
         return self
 
     def noise_distribution(self, std: float) -> distributions.Distribution:
@@ -160,12 +159,9 @@ class DiscreteGaussian(SecureSum):
     and Steinke 2021).
     """
 
-    examples: ClassVar[Examples] = (
-        *SecureSum.examples,
-        {"multiplier": 1.0, "placement": "client"},
-    )
+    examples: ClassVar[Examples] = (*SecureSum.examples, {"multiplier": 1.0, "placement": "client"})
     kind: str = "discrete_gaussian"
-    placement: Literal["server", "client"] = "server"
+    placement: Literal["server", "client"] = Field(default="server", description="who draws it")
 
     def noise_distribution(self, std: float) -> distributions.Distribution:
         return distributions.discrete_gaussian(std)
@@ -181,7 +177,7 @@ class Skellam(SecureSum):
     """
 
     kind: str = "skellam"
-    placement: Literal["client"] = "client"
+    placement: Literal["client"] = Field(default="client", description="who draws it")
 
     def noise_distribution(self, std: float) -> distributions.Distribution:
         return distributions.skellam(std)

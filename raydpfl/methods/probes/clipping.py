@@ -45,7 +45,7 @@ class BoundingProbe(Probe):
 
     examples = ({}, {"repeats": 2})
     kind: str = "bounding"
-    repeats: int = Field(default=0, ge=0)
+    repeats: int = Field(default=0, ge=0, description="more trainings per client, for E Delta_i")
 
     @field_validator("repeats")
     @classmethod

@@ -52,7 +52,7 @@ class ConvergenceBoundProbe(Probe):
     kind: str = "convergence_bound"
     theorem: Literal[
         "chen_2024_theorem1", "chen_2024_theorem2", "xu_2026_theorem1", "xu_2026_theorem2"
-    ] = "chen_2024_theorem1"
+    ] = Field(default="chen_2024_theorem1", description="whose bound it is")
     smoothness: float = Field(default=1.0, gt=0, description="L; no client may have more")
     convexity: float = Field(
         default=0.1, gt=0, description="lambda or mu of Theorem 1; no client may have less"
@@ -87,8 +87,7 @@ class ConvergenceBoundProbe(Probe):
         self._fits_algorithm(problem)
         constants = BoundConstants(problem, losses)
         if constants.smoothness > self.smoothness:
-            expected = f"{constants.smoothness:g} or above"
-            raise self._refused("smoothness", self.smoothness, expected)
+            raise self._refused("smoothness", self.smoothness, f"{constants.smoothness:g} or above")
         if self.theorem.endswith("1") and constants.convexity < self.convexity:
             raise self._refused("convexity", self.convexity, f"{constants.convexity:g} or below")
         beta, gamma = constants.beta_gamma
@@ -118,8 +117,7 @@ class ConvergenceBoundProbe(Probe):
             rate = problem.local.learning_rate(t)
             low, high = self._rates(constants, t, problem.rounds)
             if not low * (1 - CLOSE) <= rate <= high * (1 + CLOSE):
-                expected = f"{low:g} to {high:g} in round {t}"
-                raise self._refused("local.lr", rate, expected)
+                raise self._refused("local.lr", rate, f"{low:g} to {high:g} in round {t}")
 
     def _refused(self, field: str, value: object, expected: str) -> ConfigError:
         return ConfigError(field, value, f"{expected}, with measure {self.kind} of {self.theorem}")
@@ -157,8 +155,7 @@ class ConvergenceBoundProbe(Probe):
             theta = losses.matrix(model)
             if t < first or max(of.steepest(of.start), of.steepest(theta)) > of.clip:
                 return dict.fromkeys(COLUMNS)
-            gradients = self.theorem.endswith("2")
-            error = of.squared_gradient(theta) if gradients else of.gap(theta)[0]
+            error = of.squared_gradient(theta) if self.theorem.endswith("2") else of.gap(theta)[0]
             bound = self._bound(of, t, problem.rounds)
             return dict(zip(COLUMNS, (error, bound, error / bound), strict=True))
 

@@ -15,5 +15,4 @@ class ClientsProbe(Probe):
         return {"clients": ["round", *columns]}
 
     def rows(self, seen: Round) -> Mapping[str, Columns]:
-        rounds = np.full(len(seen.columns["client"]), seen.t)
-        return {"clients": {"round": rounds, **seen.columns}}
+        return {"clients": {"round": np.full(len(seen.columns["client"]), seen.t), **seen.columns}}

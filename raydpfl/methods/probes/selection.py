@@ -42,5 +42,4 @@ class SelectionProbe(Probe):
         if probabilities is None:
             return facts
         distance = float(np.abs(probabilities - population.shares).sum() / 2)
-        support = int((probabilities > 1e-9).sum())
-        return {**facts, "support": support, "total_variation": distance}
+        return {**facts, "support": int((probabilities > 1e-9).sum()), "total_variation": distance}

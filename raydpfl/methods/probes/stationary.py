@@ -108,8 +108,7 @@ class _Parabolas:
         low = _beyond(pull, float(self.optima.min()), -1.0)
         high = _beyond(pull, float(self.optima.max()), 1.0)
         least = _last(lambda x: pull(x) > 0, low, high)[1]
-        greatest = _last(lambda x: pull(x) >= 0, low, high)[0]
-        return least, max(least, greatest)
+        return least, max(least, _last(lambda x: pull(x) >= 0, low, high)[0])
 
     def _round(self) -> Callable[[float], float]:
         """Of a model the mean update that all clients make of it; 0 where only rounding is left."""
@@ -131,10 +130,8 @@ class _Parabolas:
             model = np.array([x])
             nothing = torch.zeros(count, 1, dtype=torch.float64)
             view = View(0, lr, bound, torch.from_numpy(model), broadcast, lambda: nothing)
-            updates = torch.from_numpy((moved * (self.optima - x))[:, None])
-            sent = bounding.send(updates, view)
-            norms = sent.abs()[:, 0]
-            factors = bounding.factors(norms, math.inf if bound is None else bound)
+            sent = bounding.send(torch.from_numpy((moved * (self.optima - x))[:, None]), view)
+            factors = bounding.factors(sent.abs()[:, 0], math.inf if bound is None else bound)
             parts = weights * (factors * sent[:, 0]).numpy()
             facts = Facts(0, lr, model, divisor, count, count)
             mean = float(bounding.receive(np.array([parts.sum()]), state, facts)[0])

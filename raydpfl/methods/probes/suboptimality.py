@@ -37,7 +37,7 @@ class SuboptimalityProbe(Probe):
     examples = ({}, {"every": 3})
     of_all = True
     kind: str = "suboptimality"
-    every: int = Field(default=1, ge=1)
+    every: int = Field(default=1, ge=1, description="rounds from one value to the next")
 
     def values(self) -> tuple[str, ...]:
         return COLUMNS

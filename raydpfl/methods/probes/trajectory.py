@@ -28,7 +28,7 @@ class TrajectoryProbe(Probe):
 
     examples = ({}, {"every": 3})
     kind: str = "trajectory"
-    every: int = Field(default=1, ge=1)
+    every: int = Field(default=1, ge=1, description="rounds from one model to the next")
 
     def follow(self, out: Path, d: int, t: int) -> Callable[[int, np.ndarray], None] | None:
         written = Trajectory(out / "trajectory.bin", d, -(-t // self.every))

@@ -40,7 +40,7 @@ class Lognormal(Response):
 
     examples = ({}, {"sigma": 2.0})
     kind: str = "lognormal"
-    sigma: float = Field(default=1.0, gt=0)
+    sigma: float = Field(default=1.0, gt=0, description="std of the logarithm")
 
     def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
         return np.exp(self.sigma * generator.standard_normal(count))
@@ -51,7 +51,7 @@ class Pareto(Response):
 
     examples = ({}, {"alpha": 0.8})
     kind: str = "pareto"
-    alpha: float = Field(default=1.5, gt=0)
+    alpha: float = Field(default=1.5, gt=0, description="of the tail")
 
     def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
         return 1 + generator.pareto(self.alpha, count)
@@ -67,11 +67,9 @@ class FirstResponders(Sized):
     """The first `cohort` to respond of `contacted` clients, which are asked uniformly without
     replacement.
 
-    Without `contacted`, everyone is asked up to 10,000 clients; of more, 10,000 or ten times the
-    cohort, whichever is larger. A client's scale is exp(spread Z_k), with Z_k standard normal and
-    keyed by client. With spread 0 the sampling and the accounting are those of `uniform`. Otherwise
-    fast clients are drawn more often, in no closed form: only a client's participations count, and
-    no weights undo the bias.
+    With spread 0 the sampling and the accounting are those of `uniform`. Otherwise fast clients are
+    drawn more often, in no closed form: only a client's participations count, and no weights undo
+    the bias.
     """
 
     examples = (
@@ -79,9 +77,11 @@ class FirstResponders(Sized):
         {"cohort": 6, "spread": 0.3, "response": {"kind": "lognormal", "sigma": 2.0}},
     )
     kind: str = "first_responders"
-    contacted: int | None = Field(default=None, ge=1)
-    response: SerializeAsAny[Response] = Exponential()
-    spread: float = Field(default=0.0, ge=0)
+    contacted: int | None = Field(
+        default=None, ge=1, description="clients asked; None: all, or 10,000 or 10 times the cohort"
+    )
+    response: SerializeAsAny[Response] = Field(default=Exponential(), description="of the times")
+    spread: float = Field(default=0.0, ge=0, description="of scales exp(spread Z_k), Z_k ~ N(0, 1)")
 
     @field_validator("response", mode="before")
     @classmethod

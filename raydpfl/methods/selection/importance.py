@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from raydpfl.data.columns import clients_table, numbers
 from raydpfl.errors import ConfigError
@@ -15,20 +15,20 @@ class Importance(WithReplacement):
     """Any p, with each update weighted by p^u_k / p_k, so that the sum is unbiased for
     sum p^u_k Delta_k (Luo et al. 2024).
 
-    p is proportional to (p^u)^power: power 1 is `multinomial`, 0 is uniform. Or it is proportional
-    to `column` of the table `path`, a CSV, Parquet, Arrow or NPZ file with a row per client in
-    client order, absolute or relative to the data root or the working folder. Clients with data
-    must have p > 0. A client that is rarely drawn counts more when it is: its correction multiplies
-    what it can add to the sum.
+    The file has a row per client in client order; its path is absolute or relative to the data root
+    or the working folder. Clients with data must have p > 0. A client that is rarely drawn counts
+    more when it is: its correction multiplies what it can add to the sum.
     """
 
     named = frozenset({"path"})
 
     examples = ({"cohort": 6, "power": 0.5},)
     kind: str = "importance"
-    power: float | None = None
-    path: str | None = None
-    column: str | None = None
+    power: float | None = Field(
+        default=None, description="p ~ (p^u)^power: 1 multinomial, 0 uniform"
+    )
+    path: str | None = Field(default=None, description="a CSV, Parquet, Arrow or NPZ file")
+    column: str | None = Field(default=None, description="of that file; p is proportional to it")
 
     @model_validator(mode="after")
     def _one_source(self) -> Importance:

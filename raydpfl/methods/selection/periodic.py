@@ -22,7 +22,7 @@ from raydpfl.privacy import Sampling
 class Periodic(Selection):
     """Base of selections among clients that are available in `width` of every `period` rounds."""
 
-    period: int = Field(ge=1)
+    period: int = Field(ge=1, description="rounds from one turn of a client to its next")
 
     @property
     def width(self) -> int:
@@ -65,7 +65,7 @@ class Availability(Periodic):
     kind: str = "availability"
     period: int = Field(ge=1, description="rounds of a day")
     window: int = Field(ge=1, description="rounds of a day in which a client is available")
-    cohort: int = Field(ge=1)
+    cohort: int = Field(ge=1, description="r, clients of a round")
 
     @model_validator(mode="after")
     def _fits(self) -> Availability:
@@ -101,11 +101,8 @@ class Cyclic(Periodic):
     """Groups take turns: in round t it is that of the clients k with k = t mod `period` (cyclic
     participation: Eichner et al. 2019; Cho et al. 2023).
 
-    If `cohort` is None the whole group takes part. Else `cohort` of them do by `scheme`: `fixed`,
-    uniformly without replacement, or `poisson`, each with probability cohort / (size of the group).
     If `period` does not divide N, the sizes of groups differ by one. The sum over a whole group is
-    then divided by N / period, so that every client counts the same, and accounting assumes the
-    smallest group.
+    then divided by N / period, and accounting assumes the smallest group.
     """
 
     examples = (
@@ -114,8 +111,13 @@ class Cyclic(Periodic):
         {"period": 4, "cohort": 5, "scheme": "poisson"},
     )
     kind: str = "cyclic"
-    cohort: int | None = Field(default=None, ge=1)
-    scheme: Literal["fixed", "poisson"] = "fixed"
+    cohort: int | None = Field(
+        default=None, ge=1, description="clients of a group; None: all of it"
+    )
+    scheme: Literal["fixed", "poisson"] = Field(
+        default="fixed",
+        description="fixed: without replacement; poisson: each with probability cohort / group",
+    )
 
     @model_validator(mode="after")
     def _sized(self) -> Cyclic:

@@ -24,11 +24,9 @@ class PowerOfChoice(Sized):
 
     All candidates are asked, so all are exposed. The weights are uniform.
 
-    The losses are a query on the data. With `loss_bound` L every candidate clips the loss of each
-    of its samples to [0, L], and with `loss_std` above 0 it answers with their mean plus Gaussian
-    noise of that std, in units of the loss. Accountants count the answer in every round in which a
-    client is a candidate. The observer may see all answers, and who is chosen follows from them.
-    The sensitivity of one answer is
+    The losses are a query on the data; a candidate answers with the mean of its (clipped) losses
+    plus Gaussian noise of std `loss_std`. Accountants count the answer in every round in which a
+    client is a candidate. The observer may see all answers. The sensitivity of one answer is
 
     - L where a client is replaced by another;
     - L/2 where its contribution may be zero instead, which stands for the middle of the range;
@@ -51,10 +49,14 @@ class PowerOfChoice(Sized):
     )
     newer = frozenset({"accounted"})
     kind: str = "power_of_choice"
-    pool: int = Field(ge=1)
-    loss_bound: float | None = Field(default=None, gt=0, le=1e15)
+    pool: int = Field(ge=1, description="candidates, who are asked for their losses")
+    loss_bound: float | None = Field(
+        default=None, gt=0, le=1e15, description="L; a sample's loss is clipped to [0, L]"
+    )
     loss_std: float = Field(default=0.0, ge=0, le=1e15, description="0: the losses are exact")
-    accounted: Literal["candidates", "chosen"] = "candidates"
+    accounted: Literal["candidates", "chosen"] = Field(
+        default="candidates", description="whose participations noise at local steps is sized for"
+    )
 
     @model_validator(mode="after")
     def _bounded(self) -> PowerOfChoice:

@@ -15,16 +15,15 @@ class PrivacyAware(WithReplacement):
     """p solves Problem 1 of 003, which trades the bias of leaving p^u against the noise of the
     clients drawn (003 sec. V).
 
-    `scale` is eta: costs are eta d V_k, with `Population.privacy_cost` = d V_k. `solver` is `exact`
-    (`solve`) or the reference that it is tested against (`solve_cvxpy`). The weights are uniform,
-    since Problem 1 accounts for the bias. A client without data is never drawn.
+    The weights are uniform, since Problem 1 accounts for the bias. A client without data is never
+    drawn.
     """
 
     examples = ({"cohort": 6}, {"cohort": 6, "scale": 0.01})
     kind: str = "privacy_aware"
     accounted_with = ("model",)  # a cost grows with its parameters
-    scale: float = Field(default=1.0, gt=0, le=1e15)
-    solver: Literal["exact", "cvxpy"] = "exact"
+    scale: float = Field(default=1.0, gt=0, le=1e15, description="eta: costs are eta d V_k")
+    solver: Literal["exact", "cvxpy"] = Field(default="exact", description="cvxpy: the reference")
 
     def check(self, setting: Setting) -> None:
         if setting.epochs is not None:

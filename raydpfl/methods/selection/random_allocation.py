@@ -69,8 +69,7 @@ def _epoch(
     places = np.empty((per_epoch, count), np.int32)
     for i, last in enumerate(range(rounds - per_epoch, rounds)):
         drawn = generator.integers(last + 1, size=count, dtype=np.int32)
-        taken = (places[:i] == drawn).any(0)
-        places[i] = np.where(taken, last, drawn)
+        places[i] = np.where((places[:i] == drawn).any(0), last, drawn)
     order = np.argsort(places, axis=None, kind="stable")
     sizes = np.bincount(places.ravel(), minlength=rounds)
     return (order % count).astype(np.int32), np.append(0, np.cumsum(sizes))

@@ -14,7 +14,7 @@ class Adaptive(Server):
     mu begins at 0, nu at tau^2.
     """
 
-    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="share of mu that is kept")
     tau: float = Field(default=1e-3, gt=0, description="the adaptivity, pi in 002")
 
     def start(self, d: int) -> State:
@@ -37,18 +37,16 @@ class FedAdam(Adaptive):
 
     examples = ({"lr": 0.01}, {"lr": 0.01, "beta1": 0.0, "beta2": 0.9, "tau": 0.1})
     kind: str = "adam"
-    beta2: float = Field(default=0.99, ge=0, lt=1)
+    beta2: float = Field(default=0.99, ge=0, lt=1, description="share of nu that is kept")
 
     def second_moment(self, nu: np.ndarray, square: np.ndarray) -> np.ndarray:
         return self.beta2 * nu + (1 - self.beta2) * square
 
 
-class Yogi(Adaptive):
+class Yogi(FedAdam):
     """FedYogi: nu = nu - (1 - beta2) u^2 sign(nu - u^2) (Reddi et al. 2021, Alg. 2)."""
 
-    examples = ({"lr": 0.01}, {"lr": 0.01, "beta1": 0.0, "beta2": 0.9, "tau": 0.1})
     kind: str = "yogi"
-    beta2: float = Field(default=0.99, ge=0, lt=1)
 
     def second_moment(self, nu: np.ndarray, square: np.ndarray) -> np.ndarray:
         return nu - (1 - self.beta2) * square * np.sign(nu - square)
@@ -59,7 +57,7 @@ class Adagrad(Adaptive):
 
     examples = ({"lr": 0.01}, {"lr": 0.01, "beta1": 0.9, "tau": 0.1})
     kind: str = "adagrad"
-    beta1: float = Field(default=0.0, ge=0, lt=1)
+    beta1: float = Field(default=0.0, ge=0, lt=1, description="share of mu that is kept")
 
     def second_moment(self, nu: np.ndarray, square: np.ndarray) -> np.ndarray:
         return nu + square

@@ -33,13 +33,11 @@ class Auc(Percent):
             return _packed(scores[:, 1:] - scores[:, :1], y[:, None] == 1, counts)
         every = torch.arange(scores.shape[1], device=scores.device)
         # rounded, as scores that are the same but for rounding are ties
-        log_p = torch.log_softmax(scores, 1).float().double()
-        return _packed(log_p, y[:, None] == every, counts)
+        return _packed(torch.log_softmax(scores, 1).float().double(), y[:, None] == every, counts)
 
     def joined(self, parts: Sequence[Total]) -> Total:
         """The rows of all batches, one after another."""
-        width = parts[0][:1]
-        return np.concatenate([width, *(part[1:] for part in parts)])
+        return np.concatenate([parts[0][:1], *(part[1:] for part in parts)])
 
     def value(self, total: Total) -> float | None:
         classes = int(total[0])

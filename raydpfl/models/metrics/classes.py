@@ -100,8 +100,7 @@ class F1(Percent):
 
     @classmethod
     def called(cls, name: str) -> Metric | None:
-        members = {"f1": cls(), "f1_micro": cls(average="micro")}
-        return members.get(name)
+        return {"f1": cls(), "f1_micro": cls(average="micro")}.get(name)
 
     def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         chosen, right, counts = of_labels(self, form, outputs, y)

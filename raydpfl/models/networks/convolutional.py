@@ -38,12 +38,7 @@ class Cnn(Net):
                 nn.MaxPool2d(2),
                 nn.ReLU(),
             ]
-        return nn.Sequential(
-            *layers,
-            nn.Flatten(),
-            *dense([second * (height // 4) * (width // 4), third, last], nn.ReLU),
-            nn.Linear(last, outputs),
-        )
+        return dense(layers, [second * (height // 4) * (width // 4), third, last], nn.ReLU, outputs)
 
 
 class DpCnn(Net):
@@ -62,12 +57,7 @@ class DpCnn(Net):
         for width_in, width_out in pairwise(widths):
             layers += [nn.Conv2d(width_in, width_out, 3, padding=1), nn.Tanh()]
             layers += [nn.Conv2d(width_out, width_out, 3, padding=1), nn.MaxPool2d(2), nn.Tanh()]
-        return nn.Sequential(
-            *layers,
-            nn.Flatten(),
-            *dense([widths[-1] * (height // 8) * (width // 8), last], nn.Tanh),
-            nn.Linear(last, outputs),
-        )
+        return dense(layers, [last * (height // 8) * (width // 8), last], nn.Tanh, outputs)
 
 
 class AlexNet(Net):
@@ -84,7 +74,6 @@ class AlexNet(Net):
         channels, height, width = self.image(shape, 12)
         layers: list[nn.Module] = []
         widths = [channels, *map(self.units, (32, 64, 128, 256, 256))]
-        hidden = self.units(1024)
         for (width_in, width_out), pool in zip(pairwise(widths), (2, 2, 0, 0, 3), strict=True):
             layers += [
                 nn.Conv2d(width_in, width_out, 3, padding=1),
@@ -92,9 +81,7 @@ class AlexNet(Net):
                 nn.ReLU(),
             ]
         last = widths[-1] * prod((side // 4 - 3) // 2 + 1 for side in (height, width))
-        return nn.Sequential(
-            *layers, nn.Flatten(), *dense([last, hidden], nn.ReLU), nn.Linear(hidden, outputs)
-        )
+        return dense(layers, [last, self.units(1024)], nn.ReLU, outputs)
 
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
@@ -141,14 +128,6 @@ class Lenet(Net):
         channels, height, width = self.image(shape, 16)
         first, second, third, last = map(self.units, (6, 16, 120, 84))
         pixels = ((height - 4) // 2 - 4) // 2 * (((width - 4) // 2 - 4) // 2)
-        return nn.Sequential(
-            nn.Conv2d(channels, first, 5),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(first, second, 5),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            *dense([second * pixels, third, last], nn.ReLU),
-            nn.Linear(last, outputs),
-        )
+        layers = [nn.Conv2d(channels, first, 5), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Conv2d(first, second, 5), nn.ReLU(), nn.MaxPool2d(2)]
+        return dense(layers, [second * pixels, third, last], nn.ReLU, outputs)

@@ -16,21 +16,20 @@ class Softmax(Model):
     kind: str = "softmax"
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), outputs))
+        return dense([], [prod(shape)], nn.Identity, outputs)
 
 
 class LinearModel(Model):
-    """One linear layer, every parameter of which starts at `start` + U(0, `spread`), for regression
-    and classification.
+    """One linear layer, for regression and classification.
 
     With the quadratics of 001 sec. 5.3, whose optimum is the origin, `spread` 0.2 and 1 are its
     starts w* + z/5 and w* + z, z ~ U(0,1)^d.
     """
 
     kind: str = "linear"
-    bias: bool = False
-    start: float = 0.0
-    spread: float = Field(default=0.0, ge=0)
+    bias: bool = Field(default=False, description="whether there is one")
+    start: float = Field(default=0.0, description="of every parameter")
+    spread: float = Field(default=0.0, ge=0, description="of U(0, spread), which is added to start")
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
         layer = nn.Linear(prod(shape), outputs, self.bias)
@@ -43,16 +42,15 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
 
 
 class Mlp(Model):
-    """Dense layers of `hidden` units each, one or several (000: 200; 002: 1200 on 60 principal
-    components).
+    """Dense layers, one or several (000: 200 units; 002: 1200 on 60 principal components).
 
     Sigmoid and ELU are left out: torch computes them differently by the position in a tensor, so a
     run's bits would depend on the chunk.
     """
 
     kind: str = "mlp"
-    hidden: tuple[int, ...] = (200,)
-    activation: Literal["relu", "tanh"] = "relu"
+    hidden: tuple[int, ...] = Field(default=(200,), description="units of each hidden layer")
+    activation: Literal["relu", "tanh"] = Field(default="relu", description="behind each")
 
     @field_validator("hidden", mode="before", json_schema_input_type=int | tuple[int, ...])
     @classmethod
@@ -67,5 +65,4 @@ class Mlp(Model):
         return value
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
-        hidden = dense([prod(shape), *self.hidden], ACTIVATIONS[self.activation])
-        return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(self.hidden[-1], outputs))
+        return dense([], [prod(shape), *self.hidden], ACTIVATIONS[self.activation], outputs)

@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 
 class MobileNetV2(Net):
-    """torchvision's MobileNetV2 with GroupNorm for BatchNorm. `stem: small` leaves out the first
-    two strides, for small images.
+    """torchvision's MobileNetV2 with GroupNorm for BatchNorm.
 
     `width` is torchvision's width_mult: channels are rounded to multiples of 8, and the last
     convolution keeps its 1280 where the net is narrower.
     """
 
     kind: str = "mobilenet_v2"
-    stem: Literal["small", "imagenet"] = "small"
+    stem: Literal["small", "imagenet"] = Field(
+        default="small", description="small, for small images: without the first two strides"
+    )
     groups: int = Field(
         default=32,
         ge=1,
@@ -49,12 +50,12 @@ class MobileNetV2(Net):
 
 
 class ResNet18(Net):
-    """torchvision's ResNet-18 with GroupNorm for BatchNorm. `stem: small`, for small images: a 3 x
-    3 convolution, no stride, no pooling.
-    """
+    """torchvision's ResNet-18 with GroupNorm for BatchNorm."""
 
     kind: str = "resnet18"
-    stem: Literal["small", "imagenet"] = "small"
+    stem: Literal["small", "imagenet"] = Field(
+        default="small", description="small, for small images: 3 x 3, no stride, no pooling"
+    )
     groups: int = Field(default=32, ge=1, description="at width 1; see mobilenet_v2")
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:

@@ -31,8 +31,7 @@ class TokenModel(Model):
         if positions not in ([], list(form.shape)):
             expected = f"one for other targets: {positions} for {form.shape} inputs; it is for"
             raise ConfigError("model.kind", self.kind, f"{expected} {MODES}")
-        length = form.shape[0]
-        return self.tokens(form.tokens, length, outputs, every if positions else last)
+        return self.tokens(form.tokens, form.shape[0], outputs, every if positions else last)
 
     def tokens(
         self, tokens: int, length: int, outputs: int, pick: Callable[[Tensor], Tensor]
@@ -60,9 +59,9 @@ class CharLstm(TokenModel):
 
     kind: str = "char_lstm"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"hidden": 8, "layers": 1},)
-    embedding: int = Field(default=8, ge=1)
-    hidden: int = Field(default=256, ge=1)
-    layers: int = Field(default=2, ge=1)
+    embedding: int = Field(default=8, ge=1, description="numbers of a token's embedding")
+    hidden: int = Field(default=256, ge=1, description="units of an LSTM layer")
+    layers: int = Field(default=2, ge=1, description="LSTM layers")
 
     def tokens(
         self, tokens: int, length: int, outputs: int, pick: Callable[[Tensor], Tensor]
@@ -103,9 +102,9 @@ class Transformer(TokenModel):
         {"width": 8, "heads": 2, "layers": 1, "lora": {"rank": 2, "targets": ["into", "down"]}},
     )
     newer: ClassVar[frozenset[str]] = TokenModel.newer | {"inner"}
-    width: int = Field(default=64, ge=1)
-    heads: int = Field(default=4, ge=1)
-    layers: int = Field(default=2, ge=1)
+    width: int = Field(default=64, ge=1, description="numbers of a position")
+    heads: int = Field(default=4, ge=1, description="of attention, which divide width")
+    layers: int = Field(default=2, ge=1, description="blocks")
     inner: int | None = Field(
         default=None, ge=1, description="units of a block's dense layer; None: 4 x width"
     )
@@ -121,11 +120,10 @@ class Transformer(TokenModel):
         self, tokens: int, length: int, outputs: int, pick: Callable[[Tensor], Tensor]
     ) -> nn.Module:
         inner = self.inner or 4 * self.width
-        blocks = [TransformerBlock(self.width, self.heads, inner) for _ in range(self.layers)]
         return nn.Sequential(
             nn.Embedding(tokens, self.width),
             Positions(length, self.width),
-            *blocks,
+            *(TransformerBlock(self.width, self.heads, inner) for _ in range(self.layers)),
             nn.LayerNorm(self.width),
             Pick(pick),
             nn.Linear(self.width, outputs),

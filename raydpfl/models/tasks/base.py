@@ -14,6 +14,8 @@ from raydpfl.config.registry import Member
 TOKENS = 16  # of made-up inputs at most, so that they have repeats
 
 Count = Tensor | int
+Shape = tuple[int, ...]
+Classes = int | tuple[str, ...] | None
 Closed = Literal["softmax", "squares"]
 
 
@@ -30,6 +32,9 @@ class Target:
     shape: tuple[int, ...] = ()
     classes: int = 0
     names: tuple[str, ...] = ()
+
+
+Targets = tuple[np.ndarray, np.ndarray, Target]  # of training rows, of test rows, and what they are
 
 
 class Task(Member):
@@ -79,9 +84,7 @@ class Task(Member):
         """The target of a position that does not count."""
         return -100
 
-    def targets(
-        self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None
-    ) -> tuple[np.ndarray, np.ndarray, Target]:
+    def targets(self, name: str, y: np.ndarray, test_y: np.ndarray, classes: Classes) -> Targets:
         """Targets of training and test rows from what the columns of a table hold.
 
         Args:
@@ -102,9 +105,7 @@ class Task(Member):
         """Targets of a sample that the task could have, for the check of its contract."""
         raise NotImplementedError
 
-    def made_up(
-        self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
-    ) -> Tensor:
+    def made_up(self, generator: np.random.Generator, rows: int, outputs: Shape) -> Tensor:
         """Random targets of some rows for a model with outputs of this shape for a sample."""
         raise NotImplementedError
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raydpfl.errors import ConfigError
-from raydpfl.models.tasks.base import Closed, Count, Target, Task
+from raydpfl.models.tasks.base import Classes, Closed, Count, Shape, Target, Targets, Task
 
 # at most: a larger class number is an id or a mistake, and a model would have an output for each
 # number below it
@@ -39,9 +39,7 @@ class Classification(Task):
     def classes(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         return outputs, y, torch.ones_like(y, dtype=torch.bool)
 
-    def targets(
-        self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None
-    ) -> tuple[np.ndarray, np.ndarray, Target]:
+    def targets(self, name: str, y: np.ndarray, test_y: np.ndarray, classes: Classes) -> Targets:
         if y.ndim != 1 or (y.dtype == object and not isinstance(y[0], str)):
             expected = "one column with a number or name to a row (several: task multi_label, "
             raise ConfigError("data.y", name, f"{expected}regression or sequence)")
@@ -52,9 +50,7 @@ class Classification(Task):
     def typical(self) -> Target:
         return Target((), 3)
 
-    def made_up(
-        self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
-    ) -> Tensor:
+    def made_up(self, generator: np.random.Generator, rows: int, outputs: Shape) -> Tensor:
         return torch.from_numpy(generator.integers(outputs[-1], size=rows))
 
     def closed(self) -> Closed | None:

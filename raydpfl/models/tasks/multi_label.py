@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from raydpfl.errors import ConfigError
-from raydpfl.models.tasks.base import Count, Target, Task
+from raydpfl.models.tasks.base import Classes, Count, Shape, Target, Targets, Task
 
 
 class MultiLabel(Task):
@@ -27,8 +27,7 @@ class MultiLabel(Task):
         # the log-softmax of (0, z) by hand: torch's own form uses log1p, whose value depends on the
         # position in the tensor, and so would the bits
         log_p = torch.log_softmax(torch.stack([torch.zeros_like(outputs), outputs], -1), -1)
-        chosen = torch.where(y > 0.5, log_p[..., 1], log_p[..., 0])
-        return -chosen.mean(-1)
+        return -torch.where(y > 0.5, log_p[..., 1], log_p[..., 0]).mean(-1)
 
     def scores(self) -> tuple[str, ...]:
         return ("accuracy", "loss")
@@ -39,9 +38,7 @@ class MultiLabel(Task):
     def bits(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
         return outputs, y > 0.5
 
-    def targets(
-        self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None
-    ) -> tuple[np.ndarray, np.ndarray, Target]:
+    def targets(self, name: str, y: np.ndarray, test_y: np.ndarray, classes: Classes) -> Targets:
         names = classes if isinstance(classes, tuple) else ()
         if y.dtype == object:
             both = [_names(name, column) for column in (y, test_y)]
@@ -60,9 +57,7 @@ class MultiLabel(Task):
     def typical(self) -> Target:
         return Target((3,))
 
-    def made_up(
-        self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
-    ) -> Tensor:
+    def made_up(self, generator: np.random.Generator, rows: int, outputs: Shape) -> Tensor:
         return torch.from_numpy(generator.integers(2, size=(rows, *outputs))).float()
 
 

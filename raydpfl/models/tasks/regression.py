@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raydpfl.errors import ConfigError
-from raydpfl.models.tasks.base import Closed, Target, Task
+from raydpfl.models.tasks.base import Classes, Closed, Shape, Target, Targets, Task
 
 
 class Regression(Task):
@@ -28,9 +28,7 @@ class Regression(Task):
     def numbers(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
         return outputs.reshape(len(y), -1), y.reshape(len(y), -1)
 
-    def targets(
-        self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None
-    ) -> tuple[np.ndarray, np.ndarray, Target]:
+    def targets(self, name: str, y: np.ndarray, test_y: np.ndarray, classes: Classes) -> Targets:
         if classes is not None:
             raise ConfigError("data.classes", classes, "none for task regression")
         for column in (y, test_y):
@@ -45,9 +43,7 @@ class Regression(Task):
     def typical(self) -> Target:
         return Target((2,))
 
-    def made_up(
-        self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
-    ) -> Tensor:
+    def made_up(self, generator: np.random.Generator, rows: int, outputs: Shape) -> Tensor:
         shape = (rows,) if outputs == (1,) else (rows, *outputs)
         return torch.from_numpy(generator.random(shape)).float()
 

@@ -5,17 +5,17 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from raydpfl.errors import ConfigError
-from raydpfl.models.tasks.base import Count, Target, Task
+from raydpfl.models.tasks.base import Classes, Count, Shape, Target, Targets, Task
 from raydpfl.models.tasks.classification import numbered
 
 
 class Sequence(Task):
     """A class for each position of a sample: the mean over its positions of the cross-entropy of a
-    score for each class. Positions whose target is `ignore` do not count; a sample without any
-    other has a loss of 0.
+    score for each class. A sample none of whose positions counts has a loss of 0.
 
     Targets are lists of class numbers to a row; shorter lists are filled up with `ignore`.
     """
@@ -23,7 +23,7 @@ class Sequence(Task):
     takes: ClassVar[Literal["class", "numbers", "bits", "positions"]] = "positions"
     kind: str = "sequence"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"ignore": 1})
-    ignore: int = -100
+    ignore: int = Field(default=-100, description="the target of a position that does not count")
 
     def ignored(self) -> int:
         return self.ignore
@@ -35,8 +35,7 @@ class Sequence(Task):
         flat = F.cross_entropy(
             outputs.flatten(0, -2), y.flatten(), ignore_index=self.ignore, reduction="none"
         )
-        counted = (y != self.ignore).flatten(1).sum(1).clamp(min=1)
-        return flat.view(len(y), -1).sum(1) / counted
+        return flat.view(len(y), -1).sum(1) / (y != self.ignore).flatten(1).sum(1).clamp(min=1)
 
     def scores(self) -> tuple[str, ...]:
         return ("accuracy", "perplexity", "loss")
@@ -50,9 +49,7 @@ class Sequence(Task):
         counted = flat != self.ignore
         return outputs.flatten(0, -2), flat.where(counted, 0), counted
 
-    def targets(
-        self, name: str, y: np.ndarray, test_y: np.ndarray, classes: int | tuple[str, ...] | None
-    ) -> tuple[np.ndarray, np.ndarray, Target]:
+    def targets(self, name: str, y: np.ndarray, test_y: np.ndarray, classes: Classes) -> Targets:
         width = max((len(row) for column in (y, test_y) for row in _rows(name, column)), default=0)
         arrays = [self._filled(name, column, width) for column in (y, test_y)]
         counted = np.concatenate([column[column != self.ignore] for column in arrays])
@@ -61,8 +58,7 @@ class Sequence(Task):
         number = len(classes) if isinstance(classes, tuple) else classes
         numbered(name, counted, number)
         names = classes if isinstance(classes, tuple) else ()
-        target = Target((width,), number or 1 + int(counted.max()), names)
-        return arrays[0], arrays[1], target
+        return arrays[0], arrays[1], Target((width,), number or 1 + int(counted.max()), names)
 
     def _filled(self, name: str, column: np.ndarray, width: int) -> np.ndarray:
         """Int64 [rows, width]."""
@@ -74,9 +70,7 @@ class Sequence(Task):
     def typical(self) -> Target:
         return Target((5,), 4)
 
-    def made_up(
-        self, generator: np.random.Generator, rows: int, outputs: tuple[int, ...]
-    ) -> Tensor:
+    def made_up(self, generator: np.random.Generator, rows: int, outputs: Shape) -> Tensor:
         y = generator.integers(outputs[-1], size=(rows, *outputs[:-1]))
         y[:, 1::3] = self.ignore
         return torch.from_numpy(y)
