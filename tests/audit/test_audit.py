@@ -364,9 +364,7 @@ def patched(owner, name, make):
 def after(owner, name, change):
     """`change(result, self, *arguments)` in place of what a method gives."""
     return patched(
-        owner,
-        name,
-        lambda method: lambda self, *given: change(method(self, *given), self, *given),
+        owner, name, lambda method: lambda self, *given: change(method(self, *given), self, *given)
     )
 
 

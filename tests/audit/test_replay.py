@@ -500,7 +500,7 @@ TREE = {
 STATE = {"bounding": {"kind": "alpha_norm_ec", "bound": 0.3}, "selection": {"kind": "full"}}
 ASKED = {
     "selection": {"kind": "power_of_choice", "cohort": 10, "pool": 25}
-    | {"loss_bound": 3.0, "loss_std": 1.0},
+    | {"loss_bound": 3.0, "loss_std": 1.0}
 }
 BUDGET = {**SERVER, "privacy": {"accountants": ["pld"], "budget": 3.0}}
 POISSON = {**SERVER, "selection": {"kind": "poisson", "cohort": 20}}

@@ -245,10 +245,7 @@ def test_curves_of_clients_with_memory_show_what_is_proved(clients, placement):
     [
         {"bounding": {"kind": "alpha_norm_ec", "bound": 1.0}},
         {"local": {"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}},
-        {
-            "model": {"kind": "mlp", "hidden": [8], "local": ["3.*"]},
-            "evaluate": {"test": False},
-        },
+        {"model": {"kind": "mlp", "hidden": [8], "local": ["3.*"]}, "evaluate": {"test": False}},
     ],
 )
 def test_an_epsilon_that_no_proof_holds_is_not_calibrated_for(clients):

@@ -313,11 +313,7 @@ def test_what_sets_the_privacy_has_no_edge(tmp_path):
 def test_the_end_of_a_sweep_offers_its_page_its_runs_and_its_best_setting():
     found = following(SimpleNamespace(out="s3://b/out", best="some"))
     commands = [line.partition("raydpfl ")[2] for line in found[1:]]
-    assert commands == [
-        "report s3://b/out",
-        "compare s3://b/out",
-        "run s3://b/out/best.yaml",
-    ]
+    assert commands == ["report s3://b/out", "compare s3://b/out", "run s3://b/out/best.yaml"]
     assert len(following(SimpleNamespace(out="out", best=None))) == 3
 
 
