@@ -1,6 +1,4 @@
-"""The replay: no sound config is suspected, whatever its members, and every way of breaking a
-mechanism is noticed, those among them that no statistic of sums can see.
-"""
+"""Replay: sound configs are not suspected; every break is noticed, also where sums hide it."""
 
 import json
 import random

@@ -1,6 +1,4 @@
-"""What cannot be run is refused before anything starts: exit code 2, and one line with field, value
-and what is accepted.
-"""
+"""What cannot be run is refused before anything starts: exit code 2, one line, what is accepted."""
 
 import functools
 

@@ -1,6 +1,4 @@
-"""Prepared data: what is written, that all readers give the same rows, and that no half-written
-folder is used.
-"""
+"""Prepared data: all readers give the same rows, and no half-written folder is used."""
 
 import gc
 import math

@@ -211,9 +211,7 @@ def test_the_noise_of_the_server_counts_against_the_sum_of_the_bounded_updates(t
 
 
 def softmax_loss(w: np.ndarray, shards: Shards, clients: list[int]) -> tuple[float, np.ndarray]:
-    """Softmax regression of 60 features and 10 classes with an L2 term of 0.01, weighted by rows,
-    and its gradient.
-    """
+    """Softmax regression of 60 features and 10 classes, L2 term 0.01: loss by rows, gradient."""
     parameters = torch.tensor(w, dtype=torch.float64, requires_grad=True)
     chunks = [shards.chunk([i], int(shards.sizes[i])) for i in clients]
     x, y = (torch.from_numpy(np.concatenate([chunk[k][0] for chunk in chunks])) for k in (0, 1))

@@ -1,6 +1,4 @@
-"""Privacy-aware selection probabilities: the exact solver against CVXPY, its optimality conditions,
-and what must not matter.
-"""
+"""Privacy-aware probabilities: the exact solver against CVXPY and optimality conditions."""
 
 import math
 

@@ -1,6 +1,4 @@
-"""Metrics: each against the plain loop of its definition and published values, the same whoever
-evaluates, and wherever a run shows scores.
-"""
+"""Metrics against the loop of their definition and published values, wherever a run shows them."""
 
 import math
 from typing import Any, ClassVar

@@ -1,6 +1,4 @@
-"""The accountants against slow references, against each other, and against the published numbers of
-PRIVACY.md.
-"""
+"""The accountants against slow references, each other, and the published numbers of PRIVACY.md."""
 
 import itertools
 import math
@@ -60,9 +58,7 @@ def at_mu(kind, mu, population, cohort, rounds):
 
 
 def formula(kind, population, cohort, mu):
-    """One round's curve as PRIVACY.md sec. 2 prints it, no care taken for digits (as a function of
-    epsilon >= 0).
-    """
+    """One round's curve as PRIVACY.md sec. 2 prints it, by epsilon >= 0; digits may cancel."""
     q = cohort / population
 
     def delta_g(eps, mu):
@@ -187,9 +183,7 @@ def test_the_fixed_size_composition_is_that_of_the_library_on_the_printed_curve(
 
 @pytest.mark.parametrize("draw", range(25))
 def test_poisson_pld_is_at_most_fixed_pld_is_at_most_fixed_rdp(draw):
-    """At the same z, in random settings from many rare clients and much noise to few clients and
-    little.
-    """
+    """At the same z, in random settings from many rare clients to few with little noise."""
     random = stream(0, Purpose.DATA, draw=draw)
     population = int(random.integers(10, 5000))
     rounds = int(10 ** random.uniform(0, 2.6))

@@ -1,6 +1,4 @@
-"""The budget calculator: its three unknowns agree with one another and with the accountants, and
-what they refuse it refuses.
-"""
+"""The budget calculator: its three unknowns agree with each other and with the accountants."""
 
 import io
 import json

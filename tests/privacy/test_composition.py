@@ -1,6 +1,4 @@
-"""Runs on the same people: dp-accounting's composition, one Gaussian where runs share their
-cohorts, and what is refused.
-"""
+"""Runs on the same people: dp-accounting's composition, and one Gaussian for shared cohorts."""
 
 import math
 import re

@@ -46,9 +46,7 @@ EXPERIMENT = {
 
 
 def attempt(folder: Path, resume: bool, mine: int | None) -> None:
-    """One process's attempt at the run in `folder`; before the `mine`-th thing that it would make
-    durable, it dies.
-    """
+    """An attempt at the run in `folder`; before its `mine`-th durable change it dies."""
     write = os.write
     fsync = os.fsync
     replace = os.replace

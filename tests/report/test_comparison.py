@@ -1,5 +1,4 @@
-"""Runs side by side: seeds are averaged and nothing else is, labels are what tells runs apart, and
-what cannot be compared is refused."""
+"""Runs side by side: nothing but seeds is averaged, and labels are what tells runs apart."""
 
 import csv
 import io

@@ -1,5 +1,4 @@
-"""Reports: every figure is drawn from a directory alone, pages need nothing else, and what is not
-there is left out by name."""
+"""Reports: every figure from a directory alone, self-contained pages, and gaps left out by name."""
 
 import csv
 import io

@@ -196,9 +196,7 @@ def test_both_scalings_of_001_agree_when_the_bound_is_scaled_too(tmp_path):
 
 
 def test_fedavg_is_the_mean_of_plain_local_training(tmp_path):
-    """One round against nn.Module and torch.optim.SGD on the same rows and batches, client by
-    client.
-    """
+    """One round against nn.Module and torch.optim.SGD on the same batches, by client."""
     plain = experiment(
         rounds=1, bounding={"kind": "none"}, noise={"kind": "none"}, server={"kind": "sgd"}
     )
@@ -221,9 +219,7 @@ def test_fedavg_is_the_mean_of_plain_local_training(tmp_path):
 
 
 class Fragile(torch.nn.Module):
-    """A softmax that raises on one client's rows and gives NaN on another's (both known by a pixel
-    that the test marks).
-    """
+    """A softmax that raises on one client's rows, NaN on another's (by a marked pixel)."""
 
     def __init__(self):
         super().__init__()
@@ -236,9 +232,7 @@ class Fragile(torch.nn.Module):
 
 
 def cursed(tmp_path, overflow: bool) -> Experiment:
-    """A table of 6 natural clients of 3 rows, of which client 2 makes `Fragile` raise and client 4
-    may overflow.
-    """
+    """6 natural clients of 3 rows: on 2 `Fragile` raises, on 4 it may overflow."""
     x = np.random.default_rng(0).normal(size=(18, 4)).astype(np.float32)
     client = np.repeat(np.arange(6), 3)
     x[7, 1] = 99.0

@@ -1,6 +1,4 @@
-"""The model after round t is a function of (experiment, seed, t) alone: equality of hashes,
-wherever and however it ran.
-"""
+"""The model after round t is a function of (experiment, seed, t) alone: equality of hashes."""
 
 import json
 import math

@@ -1,6 +1,4 @@
-"""Threads of compiled code in one process: the same bits on any number of them, whoever stops or
-forks in the midst.
-"""
+"""Threads of compiled code: the same bits on any number, whoever stops or forks in mid-round."""
 
 import os
 import signal

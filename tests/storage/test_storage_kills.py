@@ -33,9 +33,7 @@ LAPSE = 1.0  # seconds, for a machine that is waited for
 
 
 def attempt(place: str, notes: Path, machine: int, resume: bool, mine: int | None) -> None:
-    """One process's attempt at the run at `place`; at the `mine`-th change that it makes there it
-    dies, before or after.
-    """
+    """An attempt at the run at `place`; it dies before or after its `mine`-th change there."""
     os.environ["RAYDPFL_CACHE"] = f"{notes}-cache-{machine}"
     lock.LAPSE = LAPSE
     lock.MARGIN = lock.BEAT = LAPSE / 5

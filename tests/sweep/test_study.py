@@ -1,6 +1,4 @@
-"""Studies: what a file stands for, in what order it is run, what its tables say, and how one goes
-on.
-"""
+"""Studies: what a file stands for, its order, its tables, and how one goes on."""
 
 import copy
 import hashlib
@@ -53,9 +51,7 @@ class Halve(Bounding):
 
 
 def tree(**parts) -> dict:
-    """A small study: two panels, four arms of which one tunes, one takes a number, two are the same
-    method.
-    """
+    """A small study: two panels, four arms: one tunes, one takes a number, two are the same."""
     base = {key: SMALL[key] for key in ("data", "model", "selection", "local", "privacy")}
     base = copy.deepcopy(base) | {"rounds": 2, "measure": [], "evaluate": {"every": 2}}
     base["data"] |= {"clients": 20}
@@ -326,9 +322,7 @@ def complete(trial, **scores: float) -> None:
 
 
 def play(runners, order: int, failing: tuple[str, ...] = ()) -> list:
-    """Has all trials of a source finish, several at once, in one of many orders; in which order
-    they were handed out.
-    """
+    """Finishes all trials of a source, several at once; returns the order they came out in."""
     chance = random.Random(order)
     runners = runners if isinstance(runners, list) else [runners]
     running = []

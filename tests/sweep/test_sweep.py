@@ -1,6 +1,4 @@
-"""A sweep tries what its config says and nothing twice, whatever the cluster's size and however
-often it is killed.
-"""
+"""A sweep tries what its config says, nothing twice, on any cluster, after any kills."""
 
 import copy
 import json
@@ -569,9 +567,7 @@ def under_way(out: Path) -> dict[Path, list[float]]:
 
 
 def begin(config: Path, out: Path, trials: int, *more: str) -> subprocess.Popen:
-    """Starts a sweep and returns when `trials` trials have finished and another is under way, with
-    a checkpoint.
-    """
+    """Starts a sweep; returns when `trials` trials are done and the next has a checkpoint."""
     command = [sys.executable, "-c", RUN, "sweep", str(config), "--out", str(out), *more]
     process = subprocess.Popen(
         command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

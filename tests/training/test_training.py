@@ -1,6 +1,4 @@
-"""Local training beyond plain SGD: epochs, schedules within a round, Adam, SAM, and a whole loop of
-a user's own; each against torch's own on a module.
-"""
+"""Training beyond plain SGD: epochs, schedules, Adam, SAM, user loops; each against torch's own."""
 
 import copy
 from typing import Any, ClassVar
