@@ -775,6 +775,7 @@ def test_a_claim_on_a_few_parameters_is_doubted_where_it_is_false_alone(share, m
     assert (view.estimate.low < view.claimed.epsilon < view.estimate.high) == (share == 1)
 
 
+@pytest.mark.slow
 def test_a_model_whose_gradients_no_sample_can_move_is_refused():
     with pytest.raises(ConfigError, match="random samples can pull about") as error:
         audit(stepping(model={"kind": "test_audit:Sleepy"}), canaries=100)

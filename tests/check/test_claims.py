@@ -101,6 +101,7 @@ def test_an_audit_notices_that_the_mean_weight_was_accounted_instead_of_the_larg
 # ---- budgets ----
 
 
+@pytest.mark.slow
 def test_a_budget_is_held_by_a_rigorous_accountant_where_only_the_papers_formula_was_asked(
     tmp_path,
 ):

@@ -191,6 +191,7 @@ def test_the_norm_of_the_expected_update_is_not_that_of_the_mean_of_a_few():
     assert np.mean(found**2) == pytest.approx(100, abs=1.2)  # 5 of these: 6e-7 of all seeds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "bound"), [("clip", 0.2), ("model_clip", 0.5), ("alpha_norm_ec", 0.2)]
 )
@@ -470,6 +471,7 @@ def test_no_stationary_point_is_given_where_it_would_be_another_algorithms(chang
         resolve(experiment(**around | yaml.safe_load(f"{{{changes}}}")))
 
 
+@pytest.mark.slow
 def test_the_table_of_the_selection_is_problem_1_client_by_client(tmp_path):
     """003 Fig. 3: probabilities, sizes, budgets and V_k, against the solver and the formula."""
     sections = {
@@ -515,6 +517,7 @@ def test_a_selection_without_draws_has_no_probabilities(tmp_path):
     assert sum(rows["participations"].to_pylist()) == 4 * 20
 
 
+@pytest.mark.slow
 def test_a_network_has_no_gamma_s_and_says_so(tmp_path):
     mlp = {"model": {"kind": "mlp", "hidden": [4]}, "rounds": 1, "data": {"clients": 20}}
     result = run(experiment(**mlp, measure=["heterogeneity"]), tmp_path / "out")

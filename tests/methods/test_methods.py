@@ -151,6 +151,7 @@ def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_p
     np.testing.assert_allclose(flat(result), expected.numpy(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_client_drawn_twice_trains_as_two_with_batches_and_noise_of_their_own(tmp_path):
     sections = {
         "bounding": STEP,
@@ -519,6 +520,7 @@ def test_a_count_and_losses_of_one_round_have_noise_of_their_own_and_add_up():
     assert mu[0] == pytest.approx(math.hypot(mu[1], 3.0 / 4.0)) and mu[1] == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 def test_the_noise_of_those_who_stay_is_the_sums_when_most_drop_out(tmp_path):
     selection = {"kind": "uniform", "cohort": 20, "dropout": 0.3}
     noise = {"kind": "gaussian", "epsilon": 5.0}

@@ -88,6 +88,7 @@ def test_the_exact_solver_agrees_with_cvxpy_on_fifty_random_instances():
     assert changed > 30
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Solution may be inaccurate")
 def test_with_public_clients_the_private_ones_and_the_objective_agree_with_cvxpy():
     rng = np.random.default_rng(1)

@@ -110,6 +110,7 @@ def test_one_client_moves_no_sum_by_more_than_was_accounted_for(kind, tmp_path):
     assert released.mu >= 2 * np.sqrt(plan.lattice.square) / plan.lattice.std
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_noise_of_the_system_is_another_every_time_and_no_resume_takes_it_for_the_same(
     kind, tmp_path

@@ -341,6 +341,7 @@ def test_sampling_within_windows_is_that_of_the_emptiest_round():
 # A minimum separation.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count, separation, most", [(20, 4, None), (30, 5, 4), (12, 1, 9)])
 def test_a_cohort_is_a_uniform_subset_of_those_who_waited_and_took_part_seldom_enough(
     count, separation, most

@@ -312,6 +312,7 @@ def test_a_run_ends_once_its_validation_score_is_no_better_for_long_enough(tmp_p
     assert whole.rounds["validation_loss"].to_pylist()[: len(values)] == values
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_stops_at_the_same_round_and_stays_stopped(tmp_path):
     whole = run(stopping(), tmp_path / "whole")
     run(stopping(), tmp_path / "cut", on_rows=lambda rows: rows[-1]["round"] == 1)

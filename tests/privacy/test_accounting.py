@@ -209,6 +209,7 @@ class WithoutWorst(SamplingWithReplacement):
         return math.inf
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_beyond_every_grid_is_infinite():
     far = Mechanism(Sampling(WithoutWorst(), 1, 90), (Query("updates", 1.0, 0.01),), 1)
     assert 1.6e8 < epsilon(far, "replace_one", 1e-100) < 1.65e8  # mu^2 / 2, mu = 18,000
@@ -622,6 +623,7 @@ def test_no_round_shows_more_than_the_gaussian_of_the_worst_cohorts(sampling, re
         assert (shown > gaussian_delta(at, 0.9 * float(event.at_most(1)))).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampling", "relation", "z", "rounds", "delta"),
     [

@@ -160,6 +160,7 @@ def test_hidden_cohorts_never_cost_more_than_known_ones():
     assert secret.epsilon <= known.epsilon < math.inf
 
 
+@pytest.mark.slow
 def test_a_thousand_kinds_of_rounds_are_composed_by_levels():
     """Next to rdp, which takes each as it is, and to the loudest of all rounds."""
     run = released("poisson", 100, 1.0, 1000)

@@ -180,6 +180,7 @@ def test_clipping_the_difference_after_one_full_step_is_a_plain_loop_of_clipped_
 EQ_8 = ((1, 2, 6), (4, 1, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bound", "steps"),
     [

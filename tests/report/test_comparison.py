@@ -153,6 +153,7 @@ def test_a_page_has_the_metric_by_round_second_and_epsilon_with_a_band(tmp_path)
     assert len(set(every)) == len(every)
 
 
+@pytest.mark.slow
 def test_figures_have_the_best_of_many_settings_and_say_so(tmp_path):
     folders = [
         run(tmp_path / f"{place}", 0, place / 10, local={"lr": 1.0 + place}) for place in range(9)

@@ -686,6 +686,7 @@ def test_what_values_were_chosen_by_is_drawn_over_each_of_them(items):
     assert "tuned-server.lr" in items
 
 
+@pytest.mark.slow
 def test_intervals_have_the_choice_of_settings_in_them(tmp_path):
     folder = studied(tmp_path / "study")
     rows = results(folder)
@@ -708,6 +709,7 @@ def test_intervals_have_the_choice_of_settings_in_them(tmp_path):
     assert rows_of(found, "differences-test_accuracy")[0]["A-1"] == f"+25.00 ± {100 * half:.2f}"
 
 
+@pytest.mark.slow
 def test_verdicts_stand_on_the_page_with_their_intervals_and_what_computed_them(tmp_path):
     folder = studied(tmp_path / "study")
     claim = {"says": "A-1 is ahead", "of": "test_accuracy", "by": 0.0, "within": None}

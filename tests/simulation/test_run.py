@@ -558,6 +558,7 @@ def test_a_run_whose_ledger_is_lost_is_not_resumed(tmp_path):
         run(experiment(), tmp_path / "out", resume=True)
 
 
+@pytest.mark.slow
 def test_rounds_without_clients_are_rounds_all_the_same(tmp_path):
     """Poisson cohorts of 1 expected: some are empty, and the run still resumes."""
     lonely = experiment(
@@ -633,6 +634,7 @@ def test_a_bounding_that_answers_amiss_ends_the_run_by_name(name, said, placemen
         run(experiment(bounding=own, noise={"placement": placement}), tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [4, 5])
 def test_more_rounds_stop_where_as_many_at_once_do(tmp_path, seed):
     """The evaluation after what was the last round is no further one."""
