@@ -53,16 +53,17 @@ def messages(subject: str):
 
 
 @contextlib.contextmanager
-def refusal(pattern: str | None = None, begins: str = ""):
+def refusal(pattern: str | None = None, begins: str = "", line: str = ""):
     """Within it a `ConfigError` of one line is raised, in which the pattern is found; `begins`: the
-    beginning of its field and what was expected.
+    beginning of its field and what was expected; `line`: the beginning of the line.
     """
     from raydpfl.errors import ConfigError
 
     with pytest.raises(ConfigError, match=pattern) as caught:
         yield caught
     error = caught.value
-    assert "\n" not in str(error) and f"{error.field}: {error.expected}".startswith(begins)
+    assert "\n" not in str(error) and str(error).startswith(line)
+    assert f"{error.field}: {error.expected}".startswith(begins)
 
 
 def experiment(**sections):

@@ -607,12 +607,9 @@ def test_banded_noise_costs_what_its_clients_participations_do_and_sums_to_less(
         resolve(experiment(**turns, noise={**noise, "bands": 6}))
 
 
-REFUSED = messages("methods")
-
-
-@pytest.mark.parametrize("sections", REFUSED)
-def test_what_does_not_go_together_is_refused(sections):
-    with pytest.raises(ConfigError, match=REFUSED[sections]):
+@pytest.mark.parametrize(("sections", "message"), messages("methods").items())
+def test_what_does_not_go_together_is_refused(sections, message):
+    with pytest.raises(ConfigError, match=message):
         resolve(experiment(**yaml.safe_load(f"{{{sections}}}")))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from conftest import SMALL, messages
+from conftest import SMALL, messages, refusal
 from rich.console import Console
 from scipy import stats
 from test_same_bits import kill_tree
@@ -257,9 +257,8 @@ def test_a_study_is_read_without_the_code_that_it_names(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", WRONG)
 def test_what_is_wrong_with_a_file_is_said_by_field(path):
     value, said = WRONG[path]
-    with pytest.raises(ConfigError, match=said) as error:
+    with refusal(said):
         Study.from_dict(changed(path, value))
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow
