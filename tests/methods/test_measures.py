@@ -403,6 +403,7 @@ def test_the_suboptimality_of_softmax_regression_is_that_to_its_minimum(tmp_path
     assert result.rounds["distance"][4].as_py() == pytest.approx(apart, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_suboptimality_of_the_whole(tmp_path):
     local = {"kind": "sgd", "steps": 5, "batch": 10, "lr": 0.1, "weight_decay": 0.01}
     sections = {"data": SYNTHETIC, "selection": {"kind": "full"}, "local": local}
@@ -506,6 +507,7 @@ def test_the_table_of_the_selection_is_problem_1_client_by_client(tmp_path):
     assert np.array_equal(stds, guaranteed["noise_std"])
 
 
+@pytest.mark.slow
 def test_a_selection_without_draws_has_no_probabilities(tmp_path):
     run(experiment(measure=["selection"]), tmp_path / "out")
     rows = pq.read_table(tmp_path / "out" / "selection.parquet")

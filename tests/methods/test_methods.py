@@ -655,6 +655,7 @@ def test_noise_is_calibrated_by_the_first_accountant_that_covers_it(tmp_path):
     assert result.rounds["epsilon_pld"][-1].as_py() == pytest.approx(6.0, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
     [

@@ -351,6 +351,7 @@ def test_whether_a_run_is_over_takes_no_look_at_all_its_rounds(tmp_path, monkeyp
 # --- a metric of every client ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("validation", [0.0, 0.3], ids=["training rows", "held out"])
 @pytest.mark.parametrize("metric", ["accuracy", "perplexity", "auc"])
 def test_each_client_is_scored_by_its_own_rows(validation, metric, tmp_path):

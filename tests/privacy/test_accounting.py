@@ -218,6 +218,7 @@ def test_a_loss_that_is_beyond_every_grid_is_infinite():
     assert delta(sure, "replace_one", 1e3) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_delta_never_grows_with_epsilon(rounds):
     run = mechanism("poisson", 1000, 100, 10.0, rounds)
@@ -277,6 +278,7 @@ def test_extreme_noise_is_accounted_for_too(mu):
     assert 0 <= found <= float(gaussian_epsilon(mu * math.sqrt(10), 1e-5)) * (1 + 1e-3) + 1e-9
 
 
+@pytest.mark.slow
 def test_a_delta_out_of_numerical_reach_gives_infinity_not_a_number_too_small():
     """Of a curve with a floor: what it costs to be drawn too often."""
     drawn = mechanism(WithoutWorst())

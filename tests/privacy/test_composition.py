@@ -294,6 +294,7 @@ STEPS = (
 )
 
 
+@pytest.mark.slow
 def test_stored_runs_with_noise_at_local_steps_compose():
     a, b = stored("a", *STEPS), stored("b", *STEPS, "seed=9")
     planned = compose([a, b])

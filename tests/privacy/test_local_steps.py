@@ -115,6 +115,7 @@ def two_gaussians(mechanism: LocalSteps, k: int, count: int, accountant: str) ->
     return both.get_epsilon_for_delta(mechanism.delta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_losses_released_beside_the_steps_cost_what_the_library_says_of_both(accountant):
     counts = [4, 1, 3, 30]

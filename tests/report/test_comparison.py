@@ -101,6 +101,7 @@ def test_the_trials_of_a_sweep_are_runs_and_those_that_were_stopped_are_not(tmp_
     assert labels(tmp_path, one) == [(tmp_path.name + "/a", 2)]
 
 
+@pytest.mark.slow
 def test_the_final_runs_of_a_study_are_compared_each_once(tmp_path):
     folder = studied(tmp_path / "study")
     runs = compared([folder]).runs

@@ -610,6 +610,7 @@ def rows_of(items, name):
     return [dict(zip(table.heads, row, strict=True)) for row in texts]
 
 
+@pytest.mark.slow
 def test_a_study_shows_every_item_of_its_list(items):
     names = {"test_accuracy-by-round", "test_accuracy-over-data", "cloud", "trajectory"}
     names |= {"selection-by-budget", "selection_map", "test_accuracy-over-rounds.snr"}
@@ -754,6 +755,7 @@ def test_a_point_is_a_cell_over_another_number_of_it(items):
     assert sorted(point[1] for line in points for point in line) == pytest.approx(gains)
 
 
+@pytest.mark.slow
 def test_a_failed_run_of_a_study_is_in_no_mean(tmp_path):
     folder = studied(tmp_path / "study")
     rows = results(folder)

@@ -441,6 +441,7 @@ def test_columns_that_hold_nothing_have_the_dtypes_that_they_have_in_other_runs(
     assert all(str(field.type) == str(promised.field(field.name).type) for field in table.schema)
 
 
+@pytest.mark.slow
 def test_clipping_of_samples_shows_its_bound_and_the_share_clipped_and_no_noise_multiplier(
     tmp_path,
 ):

@@ -508,6 +508,7 @@ def test_what_is_no_random_allocation_is_noticed(kind, k):
         assert sum(seen.values()) < 3 * k * count  # before another epoch began
 
 
+@pytest.mark.slow
 def test_dropouts_and_a_start_within_an_epoch_are_no_fault_of_an_allocation():
     for k in (1, 3):
         member = RandomAllocation(epoch=10, per_epoch=k, dropout=0.3)

@@ -328,6 +328,7 @@ def test_noised_shares_rise_to_one_and_statistics_stay_in_range():
             assert all(-1 <= found[name] <= 3 for name in ("mean", "p10", "p90", "worst_tenth"))
 
 
+@pytest.mark.slow
 def test_the_mean_and_the_median_are_as_far_off_as_the_documents_say():
     """sqrt(bins / 12) / clients for a mean, sqrt(bins) / (2 clients) for a share, on [0, 1]."""
     histogram = Histogram(std=8.0, bins=10)

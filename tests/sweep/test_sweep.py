@@ -506,6 +506,7 @@ def proposed(order: int, failing: float = math.inf) -> list[float]:
     return rates
 
 
+@pytest.mark.slow
 def test_optuna_proposes_the_same_in_whatever_order_the_results_arrive_and_gets_better():
     pytest.importorskip("optuna")
     first = proposed(0)
@@ -516,6 +517,7 @@ def test_optuna_proposes_the_same_in_whatever_order_the_results_arrive_and_gets_
     assert sum(abs(math.log10(lr) + 2) for lr in first[10:]) / 30 < 0.75
 
 
+@pytest.mark.slow
 def test_optuna_goes_on_without_the_settings_that_fail():
     pytest.importorskip("optuna")
     rates = proposed(0, failing=1e-2)
