@@ -53,22 +53,21 @@ def messages(subject: str):
 
 
 @contextlib.contextmanager
-def refusal(pattern: str | None = None, begins: str = ""):
+def refusal(pattern: str | None = None, begins: str = "", line: str = ""):
     """Within it a `ConfigError` of one line is raised, in which the pattern is found; `begins`: the
-    beginning of its field and what was expected.
+    beginning of its field and what was expected; `line`: the beginning of the line.
     """
     from raydpfl.errors import ConfigError
 
     with pytest.raises(ConfigError, match=pattern) as caught:
         yield caught
     error = caught.value
-    assert "\n" not in str(error) and f"{error.field}: {error.expected}".startswith(begins)
+    assert "\n" not in str(error) and str(error).startswith(line)
+    assert f"{error.field}: {error.expected}".startswith(begins)
 
 
 def experiment(**sections):
-    """The small experiment with some keys of some sections changed: `experiment(client={"actors":
-    2})`.
-    """
+    """The small experiment with keys of sections changed: `experiment(client={"actors": 2})`."""
     from raydpfl import Experiment
 
     tree = copy.deepcopy(SMALL)
@@ -102,9 +101,7 @@ def task_of(y):
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    """Modules that a test wrote into its own directory are imported anew by the next test that has
-    one of that name.
-    """
+    """Modules that a test wrote into its own directory are imported anew by the next test."""
     last = next(reversed(sys.modules))
     yield
     # they come last, in the order of their import
@@ -212,9 +209,7 @@ def shared_ray():
 
 @pytest.fixture(scope="session")
 def s3():
-    """A local S3 server, started by the first test that needs it; makes a new bucket, and returns
-    its address.
-    """
+    """A local S3 server, started when first needed; makes a new bucket, returns its address."""
     pytest.importorskip("moto.server", reason="the local S3 server: pip install 'raydpfl[test]'")
     from pyarrow.fs import FileSystem
 
@@ -263,9 +258,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts Ray is slow, besides what is marked so, and of a test of many cases all but the
-    first; all else is fast.
-    """
+    """Slow, besides what is marked so: what starts Ray, and all cases of a test but the first."""
     seen = set()
     for item in items:
         name = item.nodeid.split("[")[0]

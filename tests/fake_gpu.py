@@ -321,9 +321,7 @@ HANDLERS = {
 
 @contextmanager
 def fake_gpu(monkeypatch):
-    """A GPU, for what is within; gives the counts of `waits`, `to device`, `to host`, and
-    `operations`.
-    """
+    """A GPU within; gives the counts of `waits`, `to device`, `to host` and `operations`."""
     marks = Marks()
 
     state = torch.zeros(16, dtype=torch.uint8)

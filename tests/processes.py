@@ -14,13 +14,7 @@ def run(
 ) -> subprocess.CompletedProcess:
     """`subprocess.run` with the standard input `said`, and both outputs as text."""
     return subprocess.run(
-        command,
-        input=said,
-        timeout=timeout,
-        check=check,
-        capture_output=True,
-        text=True,
-        **options,
+        command, input=said, timeout=timeout, check=check, capture_output=True, text=True, **options
     )
 
 

@@ -76,9 +76,7 @@ def numbers_of(plan: Plan, out: Path, actors: int | None = None) -> np.ndarray:
 
 
 def on_cpu(plan: Plan, out: Path) -> np.ndarray:
-    """The numbers of the same plan, with its noise, trained on the CPU by the products, steps and
-    norms that a GPU takes.
-    """
+    """The same plan with its noise, by the products, steps and norms that a GPU takes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "chosen", lambda *_: device.CPU)
         patch.setattr(convolutional.Convolution, "compiled", False)

@@ -1,6 +1,4 @@
-"""The replay: no sound config is suspected, whatever its members, and every way of breaking a
-mechanism is noticed, those among them that no statistic of sums can see.
-"""
+"""Replay: sound configs are not suspected; every break is noticed, also where sums hide it."""
 
 import json
 import random
@@ -500,7 +498,7 @@ TREE = {
 STATE = {"bounding": {"kind": "alpha_norm_ec", "bound": 0.3}, "selection": {"kind": "full"}}
 ASKED = {
     "selection": {"kind": "power_of_choice", "cohort": 10, "pool": 25}
-    | {"loss_bound": 3.0, "loss_std": 1.0},
+    | {"loss_bound": 3.0, "loss_std": 1.0}
 }
 BUDGET = {**SERVER, "privacy": {"accountants": ["pld"], "budget": 3.0}}
 POISSON = {**SERVER, "selection": {"kind": "poisson", "cohort": 20}}

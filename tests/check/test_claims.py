@@ -1,6 +1,4 @@
-"""Nothing is claimed that does not hold: weights, budgets, memory, and which of several epsilons it
-is that holds.
-"""
+"""Nothing is claimed that does not hold: weights, budgets, memory, and which epsilon holds."""
 
 import itertools
 import json
@@ -60,9 +58,7 @@ def test_weights_that_normalise_by_who_is_asked_are_those_of_the_whole_populatio
 
 @pytest.mark.slow
 def test_noise_is_as_large_as_the_largest_weight_of_any_client_calls_for(tmp_path):
-    """Each unequal client's contribution, in units of the noise on the sum, is within what the
-    accountants were told.
-    """
+    """Each client's contribution over the sum's noise is within what the accountants were told."""
     result = run(experiment(**UNEQUAL, weights=ByTheMean()), tmp_path / "run")
     sizes = resolve(experiment(**UNEQUAL, weights=ByTheMean())).population.sizes
     assert result.rounds["noise_std"].to_pylist() == [2.0 * sizes.max() / sizes.mean()] * 4
@@ -105,6 +101,7 @@ def test_an_audit_notices_that_the_mean_weight_was_accounted_instead_of_the_larg
 # ---- budgets ----
 
 
+@pytest.mark.slow
 def test_a_budget_is_held_by_a_rigorous_accountant_where_only_the_papers_formula_was_asked(
     tmp_path,
 ):
@@ -245,10 +242,7 @@ def test_curves_of_clients_with_memory_show_what_is_proved(clients, placement):
     [
         {"bounding": {"kind": "alpha_norm_ec", "bound": 1.0}},
         {"local": {"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}},
-        {
-            "model": {"kind": "mlp", "hidden": [8], "local": ["3.*"]},
-            "evaluate": {"test": False},
-        },
+        {"model": {"kind": "mlp", "hidden": [8], "local": ["3.*"]}, "evaluate": {"test": False}},
     ],
 )
 def test_an_epsilon_that_no_proof_holds_is_not_calibrated_for(clients):
@@ -358,9 +352,7 @@ def test_no_member_changes_the_sizes_that_accountants_read():
     [{"kind": "full"}, {"kind": "cyclic", "period": 2}, {"kind": "uniform", "cohort": 20}],
 )
 def test_sums_of_clients_whose_state_holds_their_noise_are_not_called_rigorous(selection):
-    """Later contributions reveal that noise; an observer of each update sees all that the
-    client's state holds.
-    """
+    """Later contributions reveal that noise; each update's observer sees what the state holds."""
     steps = {"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}
     plan = resolve(experiment(local=steps, selection=selection))
     kinds = {(one.observer, one.kind) for one in plan.guarantees(4, {3: 2})}
@@ -375,9 +367,7 @@ def test_sums_of_clients_whose_state_holds_their_noise_are_not_called_rigorous(s
 
 
 def test_noise_that_clients_remember_protects_their_sums_less_than_fresh_noise():
-    """The counterexample of `docs/proofs.md`, by least squares and by
-    simulation.
-    """
+    """The counterexample of `docs/proofs.md`, by least squares and by simulation."""
     covariance = np.array([[2.0, -1.0], [-1.0, 3.0]])
     shift = np.array([2.0, 2.0])
     assert shift @ np.linalg.solve(covariance, shift) == pytest.approx(5.6) and 5.6 > 2 * 2.0**2 / 2

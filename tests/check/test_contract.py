@@ -1,6 +1,4 @@
-"""The contract of every member: those that come with the project keep it, and a member that lies is
-caught by the clause that is for it.
-"""
+"""The contract of every member: ours keep it, a liar is caught by the clause that is for it."""
 
 import uuid
 from dataclasses import replace

@@ -1,6 +1,4 @@
-"""Five methods, each a file outside the package (`outside_methods`), keep the contract, and run
-privately with the epsilon of what they release.
-"""
+"""Five methods, each a file outside the package, keep the contract; their epsilons are exact."""
 
 import re
 from functools import partial

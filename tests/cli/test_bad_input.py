@@ -1,6 +1,4 @@
-"""What cannot be run is refused before anything starts: exit code 2, and one line with field, value
-and what is accepted.
-"""
+"""What cannot be run is refused before anything starts: exit code 2, one line, what is accepted."""
 
 import functools
 
@@ -81,13 +79,10 @@ def test_an_address_where_nothing_answers(small, monkeypatch, complain):
     )
 
 
-SAID = messages("overrides")
-
-
-@pytest.mark.parametrize("override", SAID)
-def test_what_is_said_names_what_to_give(override, small, tmp_path, complain):
+@pytest.mark.parametrize(("override", "message"), messages("overrides").items())
+def test_what_is_said_names_what_to_give(override, message, small, tmp_path, complain):
     said = complain(["run", small, override, "--out", tmp_path / "out"])
-    assert said.startswith(SAID[override])
+    assert said.startswith(message)
 
 
 WHOLE = {

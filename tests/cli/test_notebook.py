@@ -58,6 +58,7 @@ def test_a_cell_shows_how_far_the_run_is_in_place(cell, tmp_path, capsys):
     assert cell[-1]._repr_html_().startswith("<pre") and "round 4/4" in cell[-1]._repr_html_()
 
 
+@pytest.mark.slow
 def test_what_a_run_is_asked_for_by_its_callback_is_done_in_a_cell_too(cell, tmp_path):
     found = run(experiment(**ASKED), tmp_path / "out", on_rows=lambda rows: True)
     assert found.summary["status"] == "stopped" and found.summary["rounds"] == 1

@@ -152,6 +152,7 @@ def test_a_hook_is_named_with_its_round(sections, hook, own_module, tmp_path):
     assert source == '    return {}["x"]' and where == f"in {hook}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sections", "hook"),
     [

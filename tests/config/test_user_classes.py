@@ -1,5 +1,4 @@
-"""Classes of the user's own: what may be subclassed, what is refused by name, and when anything is
-imported or called."""
+"""User-defined classes: what may be subclassed, what is refused, and when it is imported."""
 
 import sys
 import types

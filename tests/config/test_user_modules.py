@@ -1,6 +1,4 @@
-"""Modules of the user's own that draw from the generators of the process, or keep something in
-Python: one set of bits, or an error by name.
-"""
+"""User-defined modules that draw or keep something: one set of bits, or an error by name."""
 
 import random
 

@@ -22,9 +22,7 @@ def _drawn(vectors: int, n: int) -> np.ndarray:
 
 @pytest.mark.slow
 def test_normals_have_the_moments_of_the_standard_normal():
-    """Mean, variance, skewness and kurtosis of 4 million; each statistic is normal with the
-    variance it is divided by.
-    """
+    """Mean, variance, skewness, kurtosis of 4 million, each over its standard deviation."""
     drawn = _drawn(40, 100_000).ravel()
     scale = math.sqrt(len(drawn))
     moments = [
@@ -37,9 +35,7 @@ def test_normals_have_the_moments_of_the_standard_normal():
 
 
 def test_normals_follow_the_normal_law_in_each_half_and_near_zero():
-    """Kolmogorov-Smirnov over the cosine and the sine half, and over the values within 0.01 of
-    zero, which must be uniform there.
-    """
+    """Kolmogorov-Smirnov over cosine and sine half; uniform within 0.01 of zero."""
     drawn = _drawn(10, 100_000)
     for half in (drawn[:, :50_000], drawn[:, 50_000:]):
         assert stats.kstest(half.ravel(), "norm").pvalue > ALARM
@@ -168,9 +164,7 @@ def test_blocks_are_counted_in_64_bits():
 
 
 def test_halves_and_neighbouring_names_are_uncorrelated():
-    """Correlations of values and of squares, between cosine and sine half and between vectors whose
-    names differ by one.
-    """
+    """Correlations of values and squares between the halves, and between adjacent names."""
     n = 40_000
     names = [{}, {"client": 2**32}]
     names += [{name: k} for name in ("t", "client", "draw", "step") for k in (1, 2)]

@@ -1,6 +1,4 @@
-"""Front ends: principal components and frozen ResNet-18 features, computed once, and what a
-guarantee says of them.
-"""
+"""Front ends: principal components and frozen ResNet-18 features, and their guarantee."""
 
 import numpy as np
 import pytest
@@ -19,9 +17,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 @pytest.fixture(scope="module")
 def net():
-    """A ResNet-18 whose parameters and running statistics are made up, so that no layer is the
-    identity by chance.
-    """
+    """A ResNet-18 of made-up parameters and statistics: no layer is the identity by chance."""
     from torchvision.models import resnet18
 
     with torch.random.fork_rng(devices=[]):

@@ -1,6 +1,4 @@
-"""What is understood of data files: the good ones train from the advice alone, of the bad ones one
-line says what to do.
-"""
+"""Data files: the good ones train from the advice alone; of the bad ones a line says what to do."""
 
 import json
 import pickle

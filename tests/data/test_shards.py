@@ -1,6 +1,4 @@
-"""Prepared data: what is written, that all readers give the same rows, and that no half-written
-folder is used.
-"""
+"""Prepared data: all readers give the same rows, and no half-written folder is used."""
 
 import gc
 import math
@@ -199,6 +197,7 @@ def large(tmp_path_factory):
     return described, prepare(described, 0, cache=tmp_path_factory.mktemp("large"))
 
 
+@pytest.mark.slow
 def test_rows_of_a_large_file_are_read_and_leave_the_process_small(large):
     described, folder = large
     shards = Shards.open(folder)

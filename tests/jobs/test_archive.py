@@ -1,6 +1,4 @@
-"""What a hostile cluster can send back: archives, printouts and redirects; none reaches beyond what
-was asked for.
-"""
+"""Archives, printouts and redirects of a hostile cluster reach nothing beyond what was asked."""
 
 import gzip
 import io

@@ -1,6 +1,4 @@
-"""What a job takes along: the user's modules, declared data and the files that a config names, and
-nothing else.
-"""
+"""What a job takes along: user modules, declared data, files that a config names; nothing else."""
 
 import importlib
 import sys

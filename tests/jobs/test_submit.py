@@ -1,6 +1,4 @@
-"""`raydpfl submit` against a real head with its job server, started by `ray start` and with its
-token authentication on.
-"""
+"""`raydpfl submit` against a real head with job server and token, started by `ray start`."""
 
 import io
 import json
@@ -63,9 +61,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def token_environment(folder: Path) -> dict[str, str]:
-    """An environment with a token of its own, and no trace of a Ray that this process has started
-    or joined.
-    """
+    """An environment with its own token, and no trace of a Ray of this process."""
     (folder / "token").write_text("f" * 32)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"  # jobs run `python`
@@ -79,9 +75,7 @@ def token_environment(folder: Path) -> dict[str, str]:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Has a process that leads its session end (one that reads commands, by there being no more),
-    and kills what is left of the session.
-    """
+    """Ends a process that leads its session, and kills what is left of the session."""
     if process.stdin:
         process.stdin.close()
     else:

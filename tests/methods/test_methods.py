@@ -71,9 +71,7 @@ def test_variates_and_error_feedback_reach_the_optimum_of_unlike_quadratics(
 
 
 class Unlike(Data):
-    """Regression clients 1/2 (a_i x - b_i)^2, the first without data; the last is one that
-    `Failing` cannot train.
-    """
+    """Clients 1/2 (a_i x - b_i)^2, the first without data; `Failing` cannot train the last."""
 
     kind: str = "unlike"
     task: Regression = Regression()
@@ -121,9 +119,7 @@ def test_addpnfl_without_noise_or_clipping_is_fedadam(tmp_path):
 
 
 def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_path):
-    """002 Alg. 1: x + sum over the cohort of (N/r) p_i Delta_i, every sample's gradient clipped,
-    the keyed noise on each step's mean.
-    """
+    """002 Alg. 1: x + sum (N/r) p_i Delta_i, samples' gradients clipped, keyed noise a step."""
     plain = experiment(
         bounding=STEP,
         noise={"kind": "gaussian", "std": 0.02},
@@ -155,6 +151,7 @@ def test_a_round_of_dpnfl_is_the_plain_loop_over_clients_steps_and_samples(tmp_p
     np.testing.assert_allclose(flat(result), expected.numpy(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_client_drawn_twice_trains_as_two_with_batches_and_noise_of_their_own(tmp_path):
     sections = {
         "bounding": STEP,
@@ -332,9 +329,7 @@ NOISED = {"kind": "power_of_choice", "cohort": 5, "pool": 20, "loss_bound": 3.0,
 
 
 def exact_losses(chosen, plan: Plan, model: np.ndarray, t: int) -> dict[int, float]:
-    """Of every candidate of round t under `model`: the mean over its samples of the loss, clipped
-    to the bound.
-    """
+    """Mean loss of every candidate of round t under `model`, samples' losses clipped."""
     shards = Shards.open(plan.shards)
     module = models.build(chosen.model, shards.form(chosen.data.task), chosen.seed)
     models.load(module, torch.tensor(model))
@@ -349,9 +344,7 @@ def exact_losses(chosen, plan: Plan, model: np.ndarray, t: int) -> dict[int, flo
 
 
 def test_noised_losses_choose_and_nothing_exact_of_them_leaves_the_clients(tmp_path):
-    """The cohort is that of the largest exact losses plus noise of their keys; no column of the run
-    and no line of its ledger holds an exact one.
-    """
+    """The largest exact losses plus keyed noise choose; no column and no ledger line is exact."""
     chosen = experiment(selection={**NOISED, "loss_bound": 2.2}, measure=["clients"], rounds=3)
     plan = resolve(chosen)
     exact = []
@@ -527,6 +520,7 @@ def test_a_count_and_losses_of_one_round_have_noise_of_their_own_and_add_up():
     assert mu[0] == pytest.approx(math.hypot(mu[1], 3.0 / 4.0)) and mu[1] == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 def test_the_noise_of_those_who_stay_is_the_sums_when_most_drop_out(tmp_path):
     selection = {"kind": "uniform", "cohort": 20, "dropout": 0.3}
     noise = {"kind": "gaussian", "epsilon": 5.0}
@@ -613,12 +607,9 @@ def test_banded_noise_costs_what_its_clients_participations_do_and_sums_to_less(
         resolve(experiment(**turns, noise={**noise, "bands": 6}))
 
 
-REFUSED = messages("methods")
-
-
-@pytest.mark.parametrize("sections", REFUSED)
-def test_what_does_not_go_together_is_refused(sections):
-    with pytest.raises(ConfigError, match=REFUSED[sections]):
+@pytest.mark.parametrize(("sections", "message"), messages("methods").items())
+def test_what_does_not_go_together_is_refused(sections, message):
+    with pytest.raises(ConfigError, match=message):
         resolve(experiment(**yaml.safe_load(f"{{{sections}}}")))
 
 
@@ -664,6 +655,7 @@ def test_noise_is_calibrated_by_the_first_accountant_that_covers_it(tmp_path):
     assert result.rounds["epsilon_pld"][-1].as_py() == pytest.approx(6.0, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
     [

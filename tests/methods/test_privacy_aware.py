@@ -1,6 +1,4 @@
-"""Privacy-aware selection probabilities: the exact solver against CVXPY, its optimality conditions,
-and what must not matter.
-"""
+"""Privacy-aware probabilities: the exact solver against CVXPY and optimality conditions."""
 
 import math
 
@@ -90,6 +88,7 @@ def test_the_exact_solver_agrees_with_cvxpy_on_fifty_random_instances():
     assert changed > 30
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Solution may be inaccurate")
 def test_with_public_clients_the_private_ones_and_the_objective_agree_with_cvxpy():
     rng = np.random.default_rng(1)

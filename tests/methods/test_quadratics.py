@@ -46,9 +46,7 @@ def claim_2_1(bound, k):
 
 
 def simulated(tmp_path, rounds, source, local, bounding=None, start=0.0, spread=0.0, server=None):
-    """The final parameters, float64 [d], and the summary of a run without noise in which all
-    clients take part.
-    """
+    """Final parameters, float64 [d], and summary of a run of all clients without noise."""
     asked = experiment(
         **{"seed": 4, "rounds": rounds, "data": source, "evaluate": {"every": rounds}},
         model={"kind": "linear", "start": start, "spread": spread},
@@ -67,9 +65,7 @@ def quadratic(seed=4, **keys):
 
 
 def definition(described, seed):
-    """Q_i [N, d, d] and w_i [N, d] of 001 sec. 5.3 as they are drawn, and the optimum w* of the
-    mean, of least norm.
-    """
+    """Q_i [N, d, d] and w_i [N, d] of 001 sec. 5.3, and w* of the mean, of least norm."""
     d = described.dimension
     rank = described.rank
     q = np.zeros((described.clients, d, d))

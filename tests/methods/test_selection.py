@@ -117,9 +117,7 @@ def test_every_pair_of_clients_is_as_likely_as_another():
 
 
 def test_data_weights_over_uniform_cohorts_are_unbiased_and_stale_models_shrink_the_step():
-    """002 Lemma 5, over all 20 cohorts: the mean of (N/r) sum p_i Delta_i is sum p_i Delta_i, and
-    r/N of it with divisor N.
-    """
+    """002 Lemma 5, all 20 cohorts: mean of (N/r) sum p_i Delta_i; r/N of it with divisor N."""
     sizes = np.array([1, 2, 3, 5, 8, 13])
     updates = np.array([0.3, -1.0, 2.0, 0.7, -0.2, 0.05])
     population = Population(sizes)
@@ -242,9 +240,7 @@ RESPONSES = {
 @pytest.mark.parametrize("kind", RESPONSES)
 @pytest.mark.parametrize("contacted", [None, 4])
 def test_first_responders_of_one_scale_are_a_uniform_cohort(kind, contacted):
-    """Over all 20 cohorts (002 sec. IV). A spread of scales is noticed, and accounted for without
-    amplification.
-    """
+    """All 20 cohorts (002 sec. IV); a spread of scales is accounted without amplification."""
     population = Population.balanced(6)
     law = subsets(range(6), 3)
     fields = {"cohort": 3, "contacted": contacted, "response": {"kind": kind, **RESPONSES[kind][0]}}
@@ -258,9 +254,7 @@ def test_first_responders_of_one_scale_are_a_uniform_cohort(kind, contacted):
 
 @pytest.mark.parametrize(("contacted", "cohort", "always"), [(40, 10, 8), (20, 5, 4)])
 def test_fast_clients_stay_fast_from_round_to_round(contacted, cohort, always):
-    """Scales far apart and hardly any luck: the fastest come whenever they are asked, the slowest
-    half never.
-    """
+    """Scales far apart, hardly any luck: the fastest always come, the slowest half never."""
     population = Population.balanced(40)
     fields = {"response": {"kind": "lognormal", "sigma": 0.1}, "spread": 5.0}
     chosen = member("first_responders", cohort=cohort, contacted=contacted, **fields)
@@ -347,6 +341,7 @@ def test_sampling_within_windows_is_that_of_the_emptiest_round():
 # A minimum separation.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count, separation, most", [(20, 4, None), (30, 5, 4), (12, 1, 9)])
 def test_a_cohort_is_a_uniform_subset_of_those_who_waited_and_took_part_seldom_enough(
     count, separation, most
@@ -389,9 +384,7 @@ def test_too_few_clients_for_a_minimum_separation_are_refused_before_the_run():
 
 @pytest.mark.parametrize("attempts", [8, 0])
 def test_candidates_are_drawn_one_by_one_in_proportion_to_their_data(attempts):
-    """Over all ordered triples of five clients, one of them without data, by repeated draws and by
-    exponential clocks.
-    """
+    """All ordered triples of five clients, one without data: repeated draws, exponential clocks."""
     sizes = np.array([1, 0, 2, 3, 10])
     law: dict[tuple, float] = {}
     for a, b, c in itertools.permutations([0, 2, 3, 4], 3):
@@ -486,9 +479,7 @@ def test_answers_move_by_no_more_than_their_sensitivity_over_all_small_tables():
 
 
 def test_the_noise_of_answers_is_normal_of_the_given_std_and_its_keys_are_nobody_elses():
-    """Kolmogorov-Smirnov and the correlation of 4000 answers with the counts' noise; false-alarm
-    rates 1e-4 and 6e-7.
-    """
+    """KS, and correlation of 4000 answers with counts' noise; false alarms 1e-4 and 6e-7."""
     losses = np.array([0.5, 1.0, 5.0])
     places = [(t, k) for t in range(80) for k in range(50)]
     exact = example("power_of_choice", loss_bound=2.0).answer(losses, 0, 0, 0)
@@ -505,9 +496,7 @@ def test_the_noise_of_answers_is_normal_of_the_given_std_and_its_keys_are_nobody
 
 
 def test_clients_drop_out_with_the_given_probability_whoever_else_is_drawn():
-    """1 - 0.3 of 6000 survive, within five standard deviations (false-alarm rate 6e-7); the divisor
-    stays.
-    """
+    """0.7 of 6000 survive, within five stds (false alarms 6e-7); the divisor stays."""
     population = Population.balanced(40)
     chosen = member("uniform", cohort=20, dropout=0.3)
     full = member("full", dropout=0.3)
@@ -549,14 +538,11 @@ def test_survivors_of_a_choice_by_losses_are_never_fewer_than_promised():
     assert example("power_of_choice").clients_left(0, 40, population) == 5
 
 
-REFUSED = messages("cohorts")
-
-
-@pytest.mark.parametrize("fields", REFUSED)
-def test_cohorts_that_fifty_clients_cannot_give_are_refused_by_name(fields):
+@pytest.mark.parametrize(("fields", "field"), messages("cohorts").items())
+def test_cohorts_that_fifty_clients_cannot_give_are_refused_by_name(fields, field):
     with pytest.raises(ConfigError) as error:
         member(**yaml.safe_load(f"{{kind: {fields}}}")).fits(50)
-    assert error.value.field == f"selection.{REFUSED[fields]}"
+    assert error.value.field == f"selection.{field}"
 
 
 @pytest.mark.parametrize(("epoch", "per_epoch"), [(5, 1), (6, 2), (5, 4), (3, 3)])

@@ -170,6 +170,7 @@ def test_a_narrow_net_gives_finite_scores_that_depend_on_the_image(kind):
     assert scores.isfinite().all() and not torch.allclose(scores[0], scores[1])
 
 
+@pytest.mark.slow
 def test_a_narrow_resnet_has_as_many_channels_to_a_group():
     found = []
     for width in (1, 0.5, 0.125):
@@ -267,6 +268,7 @@ def test_torchvision_nets_have_group_norm_and_no_buffers(kind, stem):
     assert not [*module.buffers()]
 
 
+@pytest.mark.slow
 def test_a_small_stem_keeps_the_resolution():
     sizes = {}
     for stem in ("small", "imagenet"):

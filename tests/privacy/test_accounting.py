@@ -1,6 +1,4 @@
-"""The accountants against slow references, against each other, and against the published numbers of
-PRIVACY.md.
-"""
+"""The accountants against slow references, each other, and the published numbers of PRIVACY.md."""
 
 import itertools
 import math
@@ -60,9 +58,7 @@ def at_mu(kind, mu, population, cohort, rounds):
 
 
 def formula(kind, population, cohort, mu):
-    """One round's curve as PRIVACY.md sec. 2 prints it, no care taken for digits (as a function of
-    epsilon >= 0).
-    """
+    """One round's curve as PRIVACY.md sec. 2 prints it, by epsilon >= 0; digits may cancel."""
     q = cohort / population
 
     def delta_g(eps, mu):
@@ -187,9 +183,7 @@ def test_the_fixed_size_composition_is_that_of_the_library_on_the_printed_curve(
 
 @pytest.mark.parametrize("draw", range(25))
 def test_poisson_pld_is_at_most_fixed_pld_is_at_most_fixed_rdp(draw):
-    """At the same z, in random settings from many rare clients and much noise to few clients and
-    little.
-    """
+    """At the same z, in random settings from many rare clients to few with little noise."""
     random = stream(0, Purpose.DATA, draw=draw)
     population = int(random.integers(10, 5000))
     rounds = int(10 ** random.uniform(0, 2.6))
@@ -215,6 +209,7 @@ class WithoutWorst(SamplingWithReplacement):
         return math.inf
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_beyond_every_grid_is_infinite():
     far = Mechanism(Sampling(WithoutWorst(), 1, 90), (Query("updates", 1.0, 0.01),), 1)
     assert 1.6e8 < epsilon(far, "replace_one", 1e-100) < 1.65e8  # mu^2 / 2, mu = 18,000
@@ -223,6 +218,7 @@ def test_a_loss_that_is_beyond_every_grid_is_infinite():
     assert delta(sure, "replace_one", 1e3) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_delta_never_grows_with_epsilon(rounds):
     run = mechanism("poisson", 1000, 100, 10.0, rounds)
@@ -282,6 +278,7 @@ def test_extreme_noise_is_accounted_for_too(mu):
     assert 0 <= found <= float(gaussian_epsilon(mu * math.sqrt(10), 1e-5)) * (1 + 1e-3) + 1e-9
 
 
+@pytest.mark.slow
 def test_a_delta_out_of_numerical_reach_gives_infinity_not_a_number_too_small():
     """Of a curve with a floor: what it costs to be drawn too often."""
     drawn = mechanism(WithoutWorst())
@@ -628,6 +625,7 @@ def test_no_round_shows_more_than_the_gaussian_of_the_worst_cohorts(sampling, re
         assert (shown > gaussian_delta(at, 0.9 * float(event.at_most(1)))).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampling", "relation", "z", "rounds", "delta"),
     [

@@ -1,6 +1,4 @@
-"""The budget calculator: its three unknowns agree with one another and with the accountants, and
-what they refuse it refuses.
-"""
+"""The budget calculator: its three unknowns agree with each other and with the accountants."""
 
 import io
 import json
@@ -443,14 +441,13 @@ def test_the_command_prints_a_table_or_json(tmp_path, typed):
     assert code == 0 and json.loads(text)["rounds"] == 2
 
 
-BAD = messages("budgets")
-
-
-@pytest.mark.parametrize("options", BAD)
-def test_what_cannot_be_answered_is_refused_in_one_line(options, monkeypatch, tmp_path, typed):
+@pytest.mark.parametrize(("options", "message"), messages("budgets").items())
+def test_what_cannot_be_answered_is_refused_in_one_line(
+    options, message, monkeypatch, tmp_path, typed
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(SMALL))
     arguments = [each.replace("\u00a0", " ") for each in options.split(" ") if each]
     code, said, complaint = typed("budget", *arguments)
     assert code == 2 and not said and complaint.count("\n") == 1
-    assert complaint.removeprefix("raydpfl: ").startswith(BAD[options])
+    assert complaint.removeprefix("raydpfl: ").startswith(message)

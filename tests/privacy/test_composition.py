@@ -1,6 +1,4 @@
-"""Runs on the same people: dp-accounting's composition, one Gaussian where runs share their
-cohorts, and what is refused.
-"""
+"""Runs on the same people: dp-accounting's composition, and one Gaussian for shared cohorts."""
 
 import math
 import re
@@ -162,6 +160,7 @@ def test_hidden_cohorts_never_cost_more_than_known_ones():
     assert secret.epsilon <= known.epsilon < math.inf
 
 
+@pytest.mark.slow
 def test_a_thousand_kinds_of_rounds_are_composed_by_levels():
     """Next to rdp, which takes each as it is, and to the loudest of all rounds."""
     run = released("poisson", 100, 1.0, 1000)
@@ -295,6 +294,7 @@ STEPS = (
 )
 
 
+@pytest.mark.slow
 def test_stored_runs_with_noise_at_local_steps_compose():
     a, b = stored("a", *STEPS), stored("b", *STEPS, "seed=9")
     planned = compose([a, b])

@@ -1,6 +1,4 @@
-"""What the package takes of dp-accounting, held to integrals, sums and closed forms that do not
-come from it: a release for which this passes may be used.
-"""
+"""What the package takes of dp-accounting, against integrals, sums and closed forms."""
 
 import math
 

@@ -1,6 +1,4 @@
-"""Correlated noise: the strategies, their sensitivity, the recurrences that draw it, and what is
-refused.
-"""
+"""Correlated noise: strategies, sensitivity, the recurrences that draw it, and what is refused."""
 
 import itertools
 import math
@@ -55,9 +53,7 @@ def _error(c, rounds: int, momentum: float = 0.0) -> float:
 
 
 def _root(bands: int) -> np.ndarray:
-    """The first diagonals of the square root of the lower triangle of ones: binomial(2k, k)
-    / 4^k.
-    """
+    """First diagonals of the root of the lower triangle of ones: binomial(2k, k) / 4^k."""
     return np.array([math.comb(2 * k, k) / 4**k for k in range(bands)])
 
 

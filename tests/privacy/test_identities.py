@@ -110,6 +110,7 @@ def clipped_and_normalized(bound: float, folder, noise=NONE, scaling: str = "upd
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["update", "gradient"])
 @pytest.mark.parametrize("noise", [NONE, NOISY])
 def test_clipping_is_normalising_where_every_client_is_clipped_in_each_round_and_else_not(
@@ -180,6 +181,7 @@ def test_clipping_the_difference_after_one_full_step_is_a_plain_loop_of_clipped_
 EQ_8 = ((1, 2, 6), (4, 1, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bound", "steps"),
     [

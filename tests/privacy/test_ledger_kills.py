@@ -45,15 +45,28 @@ EXPERIMENT = {
 }  # fmt: skip
 
 
-def attempt(folder: Path, resume: bool, mine: int | None) -> None:
-    """One process's attempt at the run in `folder`; before the `mine`-th thing that it would make
-    durable, it dies.
+def note_releases(folder: Path) -> None:
+    """Has the runs of this process note each release beside their folder, and snapshot each round,
+    which their own pace would not in so short a time.
     """
+    release, write = Coordinator.release, os.write
+    notes = os.open(f"{folder}.released", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def noting(self, t, total):
+        released = release(self, t, total)
+        write(notes, f"{t} {hashlib.sha256(released.tobytes()).hexdigest()}\n".encode())
+        return released
+
+    Coordinator.release = noting
+    runner.versions = dict  # what is installed takes longer to list than the run takes
+    run_files.SHARE = 1e9
+
+
+def attempt(folder: Path, resume: bool, mine: int | None) -> None:
+    """An attempt at the run in `folder`; before its `mine`-th durable change it dies."""
     write = os.write
     fsync = os.fsync
     replace = os.replace
-    release = Coordinator.release
-    notes = os.open(f"{folder}.released", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     done = 0
 
     def fatal(call, half=None):
@@ -68,19 +81,11 @@ def attempt(folder: Path, resume: bool, mine: int | None) -> None:
 
         return guarded
 
-    def noting(self, t, total):
-        released = release(self, t, total)
-        write(notes, f"{t} {hashlib.sha256(released.tobytes()).hexdigest()}\n".encode())
-        return released
-
+    note_releases(folder)
     # Of a line that is written, half arrives.
     os.write = fatal(write, lambda descriptor, line: write(descriptor, line[: len(line) // 2]))
     os.fsync = fatal(fsync)
     os.replace = fatal(replace)
-    Coordinator.release = noting
-    runner.versions = dict  # what is installed takes longer to list than the run takes
-    # Snapshots after every round, where the run's own pace would make none in so short a time.
-    run_files.SHARE = 1e9
     runner.run(Experiment.from_dict(EXPERIMENT), folder, resume=resume)
 
 

@@ -46,9 +46,7 @@ SMALL_002 = {**MNIST_002, "samples": [600, 90, 800, 50, 70]}
 
 
 def clients(count: int, seed: int) -> dict:
-    """Clients of many sizes, some smaller than a batch, with participations from 0 and budgets of
-    their own.
-    """
+    """Clients of many sizes, some below a batch, with participations from 0 and own budgets."""
     generator = prng.stream(seed, prng.Purpose.BUDGET, step=2)
     samples = np.exp(generator.uniform(np.log(15), np.log(2000), count)).astype(int)
     return {
@@ -89,9 +87,7 @@ LOSSES = Query("losses", 2.5, 3.0, per_client=True)  # losses clipped to [0, 5]
 
 
 def two_gaussians(mechanism: LocalSteps, k: int, count: int, accountant: str) -> float:
-    """The slow reference for client k: dp-accounting's composition of its steps and of the losses
-    that it releases next to them.
-    """
+    """Slow reference for client k: dp-accounting's composition of its steps and losses."""
     n = int(mechanism.samples[k])
     b = int(mechanism.batches[k])
     steps = mechanism.steps * count
@@ -119,6 +115,7 @@ def two_gaussians(mechanism: LocalSteps, k: int, count: int, accountant: str) ->
     return both.get_epsilon_for_delta(mechanism.delta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_losses_released_beside_the_steps_cost_what_the_library_says_of_both(accountant):
     counts = [4, 1, 3, 30]

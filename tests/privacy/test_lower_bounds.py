@@ -51,6 +51,7 @@ def test_one_round_is_the_worst_of_all_worlds_on_a_line(std):
         hold_the_worst_world(sampling, relation, std)
 
 
+@pytest.mark.slow
 def test_one_round_is_below_the_claim_in_all_worlds_on_a_line():
     """Of capped cohorts, whose claim is for an observer who is told how many others there were. It
     is between those of no cap and of cohorts that have their size, which it has at the ends.

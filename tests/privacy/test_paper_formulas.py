@@ -82,9 +82,7 @@ def test_002_usable_form_and_what_it_truly_gives():
 
 @pytest.mark.parametrize("std", [0.3, 1.0, 2.14])
 def test_002_tcdp_is_composed_as_printed(std):
-    """PRIVACY.md sec. 4: rho1 = 2 G^2 / (B sigma)^2, 13 q^2 rho1 a step; omega = ln(1/q) / (4
-    rho1).
-    """
+    """PRIVACY.md sec. 4: rho1 = 2 G^2/(B sigma)^2, 13 q^2 rho1 a step; omega = ln(1/q)/(4 rho1)."""
     rho, omega, failed = tcdp(std, **MNIST)
     rho1 = 2 / (10 * std) ** 2
     q = 10 / 600
@@ -145,9 +143,7 @@ def test_002_gives_a_number_and_the_conditions_that_fail_however_far_outside_its
 
 @pytest.mark.parametrize("budget", [0.01, 0.3, 1.0, 10.0])
 def test_003_asks_below_ten_for_too_much_noise_all_the_same(budget):
-    """PRIVACY.md sec. 5, at n 500, B 128, 50 steps: 1.6 to 2.8 times what is needed, from 0.15 or
-    so.
-    """
+    """PRIVACY.md sec. 5, n 500, B 128, 50 steps: 1.6 to 2.8 times the need, from 0.15 or so."""
     client = {"samples": 500, "batch": 128, "steps": 50, "bound": 1.0}
     steps = Mechanism.of_local_steps(**client, std=1.0)
     exact = noise_for(budget, steps, "replace_one", 1e-5) / 128
@@ -190,9 +186,7 @@ def test_003_amplified_budget_is_the_same_in_both_forms():
     [(10.0, True), (169.0, True), (169.5, False), (1e4, False), (math.inf, True)],
 )
 def test_003_lemma_2_fails_above_169(budget, holds):
-    """PRIVACY.md sec. 5, at delta 1e-5, all samples in every batch; held against the exact Gaussian
-    curve.
-    """
+    """PRIVACY.md sec. 5, delta 1e-5, all samples in a batch; against the exact Gaussian curve."""
     noise = BUDGETS.noise(budget, 1e-5, batch=100, samples=100, steps=1, bound=1.0)
     assert (noise.conditions_failed == ()) == holds
     if math.isfinite(budget):  # one Gaussian of the sensitivity that the lemma is stated for

@@ -1,6 +1,4 @@
-"""Renyi divergences: dp-accounting's own, where it does not lose them to cancellation, and exact
-moments where it does.
-"""
+"""Renyi divergences: dp-accounting's, and exact moments where it loses them to cancellation."""
 
 import math
 from fractions import Fraction
@@ -98,9 +96,7 @@ def test_what_alternating_sums_lose_is_kept(mu, rounding):
 
 @pytest.mark.parametrize("mu", [0.02, 0.5, 3.0])
 def test_moments_are_the_exact_alternating_sums(mu):
-    """E (L - 1)^i = sum_j (-1)^(i-j) C(i, j) e^(j (j - 1) mu^2 / 2), in rational arithmetic from a
-    Taylor series of e.
-    """
+    """E (L-1)^i = sum_j (-1)^(i-j) C(i,j) e^(j(j-1) mu^2/2), in fractions, e by Taylor."""
 
     def exponential(x: Fraction) -> Fraction:
         halvings = max(0, math.ceil(math.log2(max(x, Fraction(1)))))

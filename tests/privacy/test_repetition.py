@@ -31,9 +31,7 @@ def spent(search, accountant, delta=1e-5):
 
 @pytest.mark.parametrize(("name", "epsilon"), [("geometric", 3.65), ("Poisson", 7.73)])
 def test_published_numbers(name, epsilon):
-    """Papernot and Steinke, with the divergences of 100 Poisson-sampled rounds; profiles of the
-    same run cost less.
-    """
+    """Papernot and Steinke, by divergences of 100 Poisson rounds; profiles cost less."""
     one = ACCOUNTANTS["rdp"].curve(POISSON.event("add_remove"), 1e-5, np.array([100]))
     assert float(one[0]) == pytest.approx(1.83, abs=0.005)
     assert spent(SEARCHES[name], "rdp") == pytest.approx(epsilon, abs=0.005)

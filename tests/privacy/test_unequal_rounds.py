@@ -164,6 +164,7 @@ def test_a_class_says_the_std_of_each_round_and_is_held_to_it(tmp_path):
         run(experiment(noise={**noise, "keeps": False}), tmp_path / "less")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("q", "relation"), [(1, "replace_one"), (20, "add_remove")])
 def test_at_any_delta_a_schedule_spends_at_most_what_all_rounds_of_its_least_noise_do(q, relation):
     factors = tuple(np.geomspace(0.5, 0.6, 10))

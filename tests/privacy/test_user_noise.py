@@ -275,6 +275,7 @@ def test_noise_on_queries_that_is_not_what_was_accounted_for_ends_the_run(on, tm
         looked("OnSums", tmp_path, 260, on=on, bounding=ASKING)
 
 
+@pytest.mark.slow
 def test_noise_on_a_histogram_that_is_not_what_was_accounted_for_ends_the_run(tmp_path):
     histogram = {"bins": 20, "std": 3.0, "low": 0.0, "high": 1.0}
     evaluate = {"every": 1, "per_client": "accuracy", "histogram": histogram}

@@ -1,5 +1,4 @@
-"""Runs side by side: seeds are averaged and nothing else is, labels are what tells runs apart, and
-what cannot be compared is refused."""
+"""Runs side by side: nothing but seeds is averaged, and labels are what tells runs apart."""
 
 import csv
 import io
@@ -102,6 +101,7 @@ def test_the_trials_of_a_sweep_are_runs_and_those_that_were_stopped_are_not(tmp_
     assert labels(tmp_path, one) == [(tmp_path.name + "/a", 2)]
 
 
+@pytest.mark.slow
 def test_the_final_runs_of_a_study_are_compared_each_once(tmp_path):
     folder = studied(tmp_path / "study")
     runs = compared([folder]).runs
@@ -154,6 +154,7 @@ def test_a_page_has_the_metric_by_round_second_and_epsilon_with_a_band(tmp_path)
     assert len(set(every)) == len(every)
 
 
+@pytest.mark.slow
 def test_figures_have_the_best_of_many_settings_and_say_so(tmp_path):
     folders = [
         run(tmp_path / f"{place}", 0, place / 10, local={"lr": 1.0 + place}) for place in range(9)

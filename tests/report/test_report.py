@@ -1,5 +1,4 @@
-"""Reports: every figure is drawn from a directory alone, pages need nothing else, and what is not
-there is left out by name."""
+"""Reports: every figure from a directory alone, self-contained pages, and gaps left out by name."""
 
 import csv
 import io
@@ -611,6 +610,7 @@ def rows_of(items, name):
     return [dict(zip(table.heads, row, strict=True)) for row in texts]
 
 
+@pytest.mark.slow
 def test_a_study_shows_every_item_of_its_list(items):
     names = {"test_accuracy-by-round", "test_accuracy-over-data", "cloud", "trajectory"}
     names |= {"selection-by-budget", "selection_map", "test_accuracy-over-rounds.snr"}
@@ -687,6 +687,7 @@ def test_what_values_were_chosen_by_is_drawn_over_each_of_them(items):
     assert "tuned-server.lr" in items
 
 
+@pytest.mark.slow
 def test_intervals_have_the_choice_of_settings_in_them(tmp_path):
     folder = studied(tmp_path / "study")
     rows = results(folder)
@@ -709,6 +710,7 @@ def test_intervals_have_the_choice_of_settings_in_them(tmp_path):
     assert rows_of(found, "differences-test_accuracy")[0]["A-1"] == f"+25.00 ± {100 * half:.2f}"
 
 
+@pytest.mark.slow
 def test_verdicts_stand_on_the_page_with_their_intervals_and_what_computed_them(tmp_path):
     folder = studied(tmp_path / "study")
     claim = {"says": "A-1 is ahead", "of": "test_accuracy", "by": 0.0, "within": None}
@@ -753,6 +755,7 @@ def test_a_point_is_a_cell_over_another_number_of_it(items):
     assert sorted(point[1] for line in points for point in line) == pytest.approx(gains)
 
 
+@pytest.mark.slow
 def test_a_failed_run_of_a_study_is_in_no_mean(tmp_path):
     folder = studied(tmp_path / "study")
     rows = results(folder)

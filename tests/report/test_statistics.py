@@ -29,6 +29,7 @@ def tuned(generator, gap, tuning, final, tuning_seeds):
     return SeedValues(at(range(tuning_seeds)), {each: at(each) for each in resamples})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tuning_seeds", [3, 4])
 @pytest.mark.parametrize(
     ("tuning", "gap", "final"),

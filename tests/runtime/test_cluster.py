@@ -1,6 +1,4 @@
-"""Runs and sweeps on a cluster of three nodes: the same bits as in one process, whatever node is
-lost. And the files that start clusters.
-"""
+"""Runs and sweeps on three nodes: the bits of one process, whatever node is lost; cluster files."""
 
 import json
 import os
@@ -341,9 +339,7 @@ def test_the_slurm_script_is_sound():
 
 
 def slurm(tmp_path: Path) -> list[str]:
-    """What slurm.sh says in a job of 3 nodes, where srun prints how Ray's token is told, and its
-    arguments.
-    """
+    """What slurm.sh says in a job of 3 nodes: how srun is told Ray's token, and arguments."""
     (tmp_path / "srun").write_text(
         '#!/bin/sh\nprintf "%s\\n" "$RAY_AUTH_MODE" "$(cat "$RAY_AUTH_TOKEN_PATH" | wc -c)" "$@"\n'
     )

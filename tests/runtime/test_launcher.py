@@ -21,9 +21,7 @@ AUTO = {"actors": "auto", "num_cpus": 1, "backend": "vmap"}
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """The number of actors that auto takes on a machine of some cores, where a round takes so many
-    seconds, and why it takes none.
-    """
+    """How many actors auto takes by cores and seconds a round, and why it takes none."""
 
     def chosen(cores: int, seconds: float, **sections) -> tuple[int, str | None]:
         monkeypatch.setattr("ray.is_initialized", lambda: False)

@@ -1,6 +1,4 @@
-"""Processes that stop, hang or vanish, and signals that come at the wrong time: runs end as they
-should, and leave nothing behind.
-"""
+"""Processes that stop, hang or vanish, and late signals: runs end, and leave nothing behind."""
 
 import gc
 import json

@@ -48,6 +48,7 @@ def test_a_client_leaves_before_the_lengths_of_what_it_sends_exceed_its_budget(t
     assert result.guarantees[0].kind == "unproven"
 
 
+@pytest.mark.slow
 def test_a_round_that_nobody_is_in_spends_nothing(tmp_path):
     asked = experiment(
         rounds=6, selection={"kind": "poisson", "cohort": 1}, privacy={"individual": 50.0},

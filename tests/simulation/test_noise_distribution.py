@@ -87,9 +87,7 @@ def started(tmp_path, **changes) -> Coordinator:
 
 
 def test_noise_that_leaves_clients(tmp_path):
-    """Of 30 clients in 7 rounds, one drawn twice: as large where the weight is small as where it is
-    large.
-    """
+    """30 clients, 7 rounds, one drawn twice: as large for small weights as for large ones."""
     coordinator = started(tmp_path)
     plan = coordinator.plan
     actor = coordinator.pool.client
@@ -114,9 +112,7 @@ def test_noise_that_leaves_clients(tmp_path):
 
 
 def test_banded_noise_is_white_noise_through_the_inverse_of_its_bands(tmp_path):
-    """C y has the law of z, and y the covariance (C^T C)^-1 over rounds, to 6 standard errors in
-    each of 66 entries: 10^-7.
-    """
+    """C y has the law of z, y the covariance (C^T C)^-1: 6 standard errors, 66 entries, 10^-7."""
     noise = {"kind": "banded_gaussian", "multiplier": 3.0, "bands": 4}
     cyclic = {"kind": "cyclic", "period": 5}
     coordinator = started(tmp_path, rounds=200, noise=noise, selection=cyclic)

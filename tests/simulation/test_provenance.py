@@ -48,9 +48,7 @@ def flat(result) -> np.ndarray:
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """Has one of the facts that bits depend on be another: a version, or how a processor
-    computes.
-    """
+    """Changes one of the facts that bits depend on: a version, or how a processor computes."""
     of = provenance.of
 
     def changed(fact: str) -> None:
@@ -82,9 +80,7 @@ def unchanged(sections: str) -> np.ndarray:
     ],
 )
 def test_two_runs_with_one_seed_do_not_cancel_each_others_noise(method, change, tmp_path):
-    """So much noise that a model is nothing else; 7,850 coordinates, so that a cosine by chance has
-    std 0.011.
-    """
+    """The model is noise alone; 7,850 coordinates: a cosine by chance has std 0.011."""
 
     def cosine(common: bool) -> float:
         sections = {**method, "noise": {**method["noise"], "common": common}}
@@ -256,9 +252,7 @@ def test_an_own_module_is_known_by_its_source_and_torchs_by_its_version(mine):
 
 
 def begun(out, saved: int, releases: int, **sections) -> None:
-    """A run with a checkpoint of `saved` rounds that has released `releases`, and then was
-    killed.
-    """
+    """A run with a checkpoint of `saved` rounds and `releases` released that was killed."""
     out.mkdir()
     coordinator = Coordinator(resolve(experiment(**sections)), str(out))
     coordinator.start()

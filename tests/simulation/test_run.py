@@ -196,9 +196,7 @@ def test_both_scalings_of_001_agree_when_the_bound_is_scaled_too(tmp_path):
 
 
 def test_fedavg_is_the_mean_of_plain_local_training(tmp_path):
-    """One round against nn.Module and torch.optim.SGD on the same rows and batches, client by
-    client.
-    """
+    """One round against nn.Module and torch.optim.SGD on the same batches, by client."""
     plain = experiment(
         rounds=1, bounding={"kind": "none"}, noise={"kind": "none"}, server={"kind": "sgd"}
     )
@@ -221,9 +219,7 @@ def test_fedavg_is_the_mean_of_plain_local_training(tmp_path):
 
 
 class Fragile(torch.nn.Module):
-    """A softmax that raises on one client's rows and gives NaN on another's (both known by a pixel
-    that the test marks).
-    """
+    """A softmax that raises on one client's rows, NaN on another's (by a marked pixel)."""
 
     def __init__(self):
         super().__init__()
@@ -236,9 +232,7 @@ class Fragile(torch.nn.Module):
 
 
 def cursed(tmp_path, overflow: bool) -> Experiment:
-    """A table of 6 natural clients of 3 rows, of which client 2 makes `Fragile` raise and client 4
-    may overflow.
-    """
+    """6 natural clients of 3 rows: on 2 `Fragile` raises, on 4 it may overflow."""
     x = np.random.default_rng(0).normal(size=(18, 4)).astype(np.float32)
     client = np.repeat(np.arange(6), 3)
     x[7, 1] = 99.0
@@ -447,6 +441,7 @@ def test_columns_that_hold_nothing_have_the_dtypes_that_they_have_in_other_runs(
     assert all(str(field.type) == str(promised.field(field.name).type) for field in table.schema)
 
 
+@pytest.mark.slow
 def test_clipping_of_samples_shows_its_bound_and_the_share_clipped_and_no_noise_multiplier(
     tmp_path,
 ):
@@ -564,6 +559,7 @@ def test_a_run_whose_ledger_is_lost_is_not_resumed(tmp_path):
         run(experiment(), tmp_path / "out", resume=True)
 
 
+@pytest.mark.slow
 def test_rounds_without_clients_are_rounds_all_the_same(tmp_path):
     """Poisson cohorts of 1 expected: some are empty, and the run still resumes."""
     lonely = experiment(
@@ -639,6 +635,7 @@ def test_a_bounding_that_answers_amiss_ends_the_run_by_name(name, said, placemen
         run(experiment(bounding=own, noise={"placement": placement}), tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [4, 5])
 def test_more_rounds_stop_where_as_many_at_once_do(tmp_path, seed):
     """The evaluation after what was the last round is no further one."""

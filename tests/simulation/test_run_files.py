@@ -1,6 +1,4 @@
-"""The files of a run: whatever becomes of those beside its checkpoints, it goes on to the same bits
-and rows.
-"""
+"""The files of a run: whatever becomes of them, it goes on to the same bits and rows."""
 
 import hashlib
 import json

@@ -1,6 +1,4 @@
-"""The model after round t is a function of (experiment, seed, t) alone: equality of hashes,
-wherever and however it ran.
-"""
+"""The model after round t is a function of (experiment, seed, t) alone: equality of hashes."""
 
 import json
 import math
@@ -120,6 +118,7 @@ UNEQUAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sections", [ONE_ROW, UNEQUAL], ids=["batches of a row", "unequal"])
 def test_losses_are_those_of_chunks_that_train_alone(sections, tmp_path):
     """However soon others of the chunks that train together have made their steps."""
@@ -189,6 +188,7 @@ def test_chunks_of_several_widths_are_assigned_with_the_bits_of_the_inline_run(
         assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), inline)
 
 
+@pytest.mark.slow
 def test_models_of_clients_own_have_the_bits_of_the_inline_run(tmp_path):
     """Whose bits depend on the chunk, though those of what is sent do not."""
     plan = resolve(

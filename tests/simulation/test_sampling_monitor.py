@@ -343,9 +343,7 @@ class Restive(Liar):
 
 
 def test_draws_that_are_counted_in_advance_are_those_of_the_run(tmp_path):
-    """At local steps each client's noise and epsilon are for the rounds that it was said to take
-    part in.
-    """
+    """A client's noise and epsilon at local steps are for the rounds that it was promised."""
     said = "drew other clients in round 0 than those that were accounted for"
     with pytest.raises(RunError, match=said):
         run(experiment(selection=Restive(cohort=20), **STEPS), tmp_path / "run")
@@ -379,9 +377,7 @@ def test_separation_holds_when_a_run_goes_on():
 
 
 def test_the_size_of_a_secret_cohort_moves_no_adaptive_bound(tmp_path, monkeypatch):
-    """The count is divided by what is public: the mean size, where the scheme keeps the size to
-    itself.
-    """
+    """The count is divided by the mean size where the scheme keeps the size to itself."""
     shares = []
     following = QuantileClip.adapt
 
@@ -512,6 +508,7 @@ def test_what_is_no_random_allocation_is_noticed(kind, k):
         assert sum(seen.values()) < 3 * k * count  # before another epoch began
 
 
+@pytest.mark.slow
 def test_dropouts_and_a_start_within_an_epoch_are_no_fault_of_an_allocation():
     for k in (1, 3):
         member = RandomAllocation(epoch=10, per_epoch=k, dropout=0.3)

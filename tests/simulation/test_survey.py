@@ -1,6 +1,4 @@
-"""A score of every client as a histogram with noise (`evaluate.histogram`): its noise, what it
-costs, and what follows from it.
-"""
+"""A histogram of clients' scores with noise (`evaluate.histogram`): its noise, cost and effects."""
 
 import json
 import math
@@ -330,10 +328,9 @@ def test_noised_shares_rise_to_one_and_statistics_stay_in_range():
             assert all(-1 <= found[name] <= 3 for name in ("mean", "p10", "p90", "worst_tenth"))
 
 
+@pytest.mark.slow
 def test_the_mean_and_the_median_are_as_far_off_as_the_documents_say():
-    """std sqrt(bins / 12) / clients of a mean, std sqrt(bins) / (2 clients) of a share, with scores
-    from 0 to 1 around the middle.
-    """
+    """sqrt(bins / 12) / clients for a mean, sqrt(bins) / (2 clients) for a share, on [0, 1]."""
     histogram = Histogram(std=8.0, bins=10)
     counts = np.full(10, 100.0)
     generator = np.random.default_rng(1)

@@ -1,6 +1,4 @@
-"""The source of user-defined classes: what a run keeps of it and goes on with, which changes of it
-count, and that nothing of a stranger's run directory is imported unasked.
-"""
+"""The source of user-defined classes: what a run keeps and goes on with, and nothing unasked."""
 
 import json
 import os

@@ -29,9 +29,7 @@ def alone(cache, monkeypatch):
 
 
 def table(root: Path, fill: float, name: str = "t.npz", **keys) -> data.Data:
-    """A table of 20 rows that are all `fill`, its time of writing 0; the files of any two are of
-    one size.
-    """
+    """A table of 20 rows that are all `fill`, written at time 0; all such have one size."""
     root.mkdir(exist_ok=True)
     np.savez(root / name, image=np.full((20, 4), fill, np.float32), label=np.arange(20) % 2)
     os.utime(root / name, (0, 0))

@@ -1,6 +1,4 @@
-"""Directories elsewhere: a run at the address of a store is the run that it would be on a disk, and
-what kills it at any instant leaves a store to go on from.
-"""
+"""Runs at the address of a store: those on a disk, and resumed after a kill at any instant."""
 
 import json
 import os

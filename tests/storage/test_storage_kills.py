@@ -5,7 +5,6 @@ This file is also the program that does the killing (`python test_storage_kills.
 RAYDPFL_KILLS says how often (a few by default).
 """
 
-import hashlib
 import json
 import os
 import random
@@ -17,12 +16,11 @@ from pathlib import Path
 
 import processes
 import pytest
-from test_ledger_kills import EXPERIMENT, released, spawned
+from test_ledger_kills import EXPERIMENT, note_releases, released, spawned
 
 from raydpfl import Experiment
 from raydpfl.runtime import runner
-from raydpfl.simulation.coordinator import Coordinator
-from raydpfl.storage import lock, run_files
+from raydpfl.storage import lock
 from raydpfl.storage.store import Store
 
 pytestmark = pytest.mark.slow
@@ -33,15 +31,11 @@ LAPSE = 1.0  # seconds, for a machine that is waited for
 
 
 def attempt(place: str, notes: Path, machine: int, resume: bool, mine: int | None) -> None:
-    """One process's attempt at the run at `place`; at the `mine`-th change that it makes there it
-    dies, before or after.
-    """
+    """An attempt at the run at `place`; it dies before or after its `mine`-th change there."""
     os.environ["RAYDPFL_CACHE"] = f"{notes}-cache-{machine}"
     lock.LAPSE = LAPSE
     lock.MARGIN = lock.BEAT = LAPSE / 5
     lock.TICK = LAPSE / 50
-    release = Coordinator.release
-    file = os.open(f"{notes}.released", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     done = 0
 
     def fatal(call):
@@ -56,17 +50,9 @@ def attempt(place: str, notes: Path, machine: int, resume: bool, mine: int | Non
 
         return guarded
 
-    def noting(self, t, total):
-        found = release(self, t, total)
-        digest = hashlib.sha256(found.tobytes()).hexdigest()
-        os.write(file, f"{t} {digest}\n".encode())
-        return found
-
     Store.put = fatal(Store.put)
     Store.remove = fatal(Store.remove)
-    Coordinator.release = noting
-    runner.versions = dict  # what is installed takes longer to list than the run takes
-    run_files.SHARE = 1e9  # snapshots after every round
+    note_releases(notes)
     runner.run(Experiment.from_dict(EXPERIMENT), place, resume=resume)
 
 

@@ -21,9 +21,7 @@ def url(tmp_path):
 
 
 def swept(url, accuracies, rates=RATES, **more):
-    """A sweep over learning rates and two kinds of bounding, and its settings; of those without an
-    accuracy no trial has ended.
-    """
+    """A sweep over rates and two boundings, and its settings; without an accuracy: not ended."""
     spaces = {"local": {"lr": {"grid": [*rates]}}, "bounding": {"bound": {"grid": [1.0, 2.0]}}}
     sweep = Sweep.from_dict(tree(**spaces, sweep={"storage": url, **more}))
     settings = settings_of(sweep, Path(url.removeprefix("sqlite:///")).parent / "out")

@@ -5,11 +5,10 @@ import math
 from dataclasses import replace
 
 import pytest
-from conftest import messages
+from conftest import messages, refusal
 from test_sweep import tree
 
 from raydpfl import run as run_one
-from raydpfl.errors import ConfigError
 from raydpfl.privacy import Mechanism, Query, Sampling
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.sweep import Sweep
@@ -55,10 +54,8 @@ REFUSED = messages("private searches")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_no_private_search_can_have_is_refused(case):
     *changes, said = REFUSED[case]
-    with pytest.raises(ConfigError) as refused:
-        sweep = Sweep.from_dict(tree(local=GRID, sweep=PRIVATE), changes)
-        of_the_best(sweep, None)
-    assert str(refused.value).startswith(said)
+    with refusal(line=said):
+        of_the_best(Sweep.from_dict(tree(local=GRID, sweep=PRIVATE), changes), None)
 
 
 def test_trials_are_independent_and_their_number_is_drawn():

@@ -1,6 +1,4 @@
-"""Sweeps and studies elsewhere: every trial keeps its own directory at the store, and the sweep's
-has what came of them.
-"""
+"""Sweeps and studies at a store: trials keep their directories there, the sweep its results."""
 
 import json
 import threading

@@ -1,6 +1,4 @@
-"""A sweep tries what its config says and nothing twice, whatever the cluster's size and however
-often it is killed.
-"""
+"""A sweep tries what its config says, nothing twice, on any cluster, after any kills."""
 
 import copy
 import json
@@ -313,11 +311,7 @@ def test_what_sets_the_privacy_has_no_edge(tmp_path):
 def test_the_end_of_a_sweep_offers_its_page_its_runs_and_its_best_setting():
     found = following(SimpleNamespace(out="s3://b/out", best="some"))
     commands = [line.partition("raydpfl ")[2] for line in found[1:]]
-    assert commands == [
-        "report s3://b/out",
-        "compare s3://b/out",
-        "run s3://b/out/best.yaml",
-    ]
+    assert commands == ["report s3://b/out", "compare s3://b/out", "run s3://b/out/best.yaml"]
     assert len(following(SimpleNamespace(out="out", best=None))) == 3
 
 
@@ -512,6 +506,7 @@ def proposed(order: int, failing: float = math.inf) -> list[float]:
     return rates
 
 
+@pytest.mark.slow
 def test_optuna_proposes_the_same_in_whatever_order_the_results_arrive_and_gets_better():
     pytest.importorskip("optuna")
     first = proposed(0)
@@ -522,6 +517,7 @@ def test_optuna_proposes_the_same_in_whatever_order_the_results_arrive_and_gets_
     assert sum(abs(math.log10(lr) + 2) for lr in first[10:]) / 30 < 0.75
 
 
+@pytest.mark.slow
 def test_optuna_goes_on_without_the_settings_that_fail():
     pytest.importorskip("optuna")
     rates = proposed(0, failing=1e-2)
@@ -573,9 +569,7 @@ def under_way(out: Path) -> dict[Path, list[float]]:
 
 
 def begin(config: Path, out: Path, trials: int, *more: str) -> subprocess.Popen:
-    """Starts a sweep and returns when `trials` trials have finished and another is under way, with
-    a checkpoint.
-    """
+    """Starts a sweep; returns when `trials` trials are done and the next has a checkpoint."""
     command = [sys.executable, "-c", RUN, "sweep", str(config), "--out", str(out), *more]
     process = subprocess.Popen(
         command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -92,9 +92,7 @@ def pooling() -> nn.Module:
 
 
 def positions(count: int, width: int) -> nn.Module:
-    """Linear layers over `count` x 2 positions, the first with few inputs a position, and a
-    LayerNorm over the last two axes.
-    """
+    """Linear layers over `count` x 2 positions, and a LayerNorm over the last two axes."""
 
     def forward(self, x):
         h = self.norm(self.first(x.reshape(len(x), 2, count, -1)))

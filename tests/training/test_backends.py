@@ -1,6 +1,4 @@
-"""Every backend by every method it can carry out, against the plain loop; and every client's bits
-against its neighbours'.
-"""
+"""Every backend by every method against the plain loop; a client's bits against its neighbours'."""
 
 from functools import cache
 

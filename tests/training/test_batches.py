@@ -65,9 +65,7 @@ def test_small_batches_of_many_rows_are_floyds_of_each_clients_own_numbers():
 @pytest.mark.slow
 @pytest.mark.parametrize("n,b", [(6, 3), (40, 2)])
 def test_every_subset_is_as_likely_as_another_and_steps_are_independent(n, b):
-    """Chi-square over subsets, over pairs (row in step 0, row in step 1), and over first places;
-    false-alarm rate 1e-4 each.
-    """
+    """Chi-square over subsets, pairs of rows in steps 0 and 1, first places; alarms 1e-4."""
     local = Sgd(steps=2, batch=b)
     index, _ = batches(0, 0, np.arange(20_000), np.zeros(20_000, int), np.full(20_000, n), local)
     subsets = {subset: k for k, subset in enumerate(combinations(range(n), b))}

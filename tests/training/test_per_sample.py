@@ -58,9 +58,7 @@ def test_gradients_that_are_formed_and_those_that_are_not_agree(name, ghost, few
 
 
 def test_where_positions_cancel_a_ghost_norm_is_never_too_small():
-    """Two positions with opposite gradients and almost the same inputs; the true norm in
-    float64.
-    """
+    """Two positions, opposite gradients, almost the same inputs; true norm in float64."""
 
     def norms(a, g):
         return (g.double().mT @ a.double()).flatten(1).norm(dim=1)
@@ -184,9 +182,7 @@ def test_replacing_one_sample_moves_the_mean_gradient_by_at_most_twice_the_bound
 
 @pytest.mark.parametrize("backend,name", PRIVATE)
 def test_the_noise_of_a_step_is_the_clients_keyed_normals_times_its_std(backend, name):
-    """Not divided by the batch, whatever its size; each step its own. Kolmogorov-Smirnov;
-    false-alarm rate 1e-4.
-    """
+    """Not divided by the batch, each step its own. Kolmogorov-Smirnov; false alarms 1e-4."""
     module = made(name)
     local = Sgd(steps=2, batch=4, lr=0.5)
     d = models.parameter_count(module)

@@ -1,6 +1,4 @@
-"""A rule of a local step that a user wrote: every backend carries it out as a plain torch loop
-does.
-"""
+"""A user-defined rule of a local step: every backend carries it out as a plain torch loop does."""
 
 import logging
 import math

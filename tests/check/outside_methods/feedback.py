@@ -1,6 +1,4 @@
-"""Clipping with error feedback (Zhang et al. 2024, DiceSGD): what clipping leaves out is sent
-later.
-"""
+"""Clipping with error feedback (Zhang et al. 2024, DiceSGD): what is cut off is sent later."""
 
 from typing import ClassVar
 
