@@ -12,6 +12,7 @@ raydpfl.models.linear_stack.NoStack: Dropout is not supported
 """
 
 import operator
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,8 @@ from torch import Tensor, fx, nn
 from raydpfl.errors import RAISED
 
 aten = torch.ops.aten
+
+_TRACING = threading.Lock()  # a trace patches nn.Module for the whole process
 
 
 class NoStack(Exception):
@@ -133,7 +136,8 @@ def backwards(module: nn.Module) -> Iterator[nn.Module | Call]:
     """
     root = nn.Sequential(module)  # wrapped, so that a lone Linear is seen as a layer
     try:
-        graph = fx.Tracer().trace(root)
+        with _TRACING:
+            graph = fx.Tracer().trace(root)
     except RAISED as error:  # whatever the module's own code does when it runs on proxies
         raise NoStack(f"torch.fx cannot follow it ({type(error).__name__})") from None
     node = next(node for node in graph.nodes if node.op == "output").args[0]

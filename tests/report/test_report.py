@@ -29,6 +29,7 @@ from raydpfl.report.labels import Quantity, quantity
 from raydpfl.report.pages import compared, page_of
 from raydpfl.report.pages.comparison import page_of_several
 from raydpfl.report.pages.run import SECTIONS
+from raydpfl.report.pages.study import epsilons
 from raydpfl.report.plot_style import LegendKey, Subplot, look, whole
 from raydpfl.report.plot_style import render as drawn
 from raydpfl.report.run_reader import LabelledRun, Run, arrange
@@ -358,6 +359,19 @@ def test_the_best_of_a_column_is_the_better_end_of_it(tmp_path):
     run = Run(with_columns(made(tmp_path / "run"), **known), "r")
     assert run.number("best_suboptimality") == 1.0
     assert run.number("best_test_accuracy") == 0.7 and run.number("best_snr") is None
+
+
+def test_an_epsilon_of_a_cell_holds_for_every_seed_of_it(tmp_path):
+    first = made(tmp_path / "first")
+
+    def row(second):
+        cases = [LabelledRun({"arm": "A"}, Run(run, "r")) for run in (first, second)]
+        return epsilons(cases).rows[0]
+
+    larger = {**GUARANTEE, "epsilon": 2 * GUARANTEE["epsilon"]}
+    assert row(made(tmp_path / "larger", holds=[larger]))["epsilon that holds"] == larger["epsilon"]
+    none = row(made(tmp_path / "none", holds=[]))
+    assert none["epsilon that holds"] is None and none["delta"] is None
 
 
 def test_each_line_has_the_epsilon_of_its_own_run(tmp_path):

@@ -150,15 +150,14 @@ def test_chunks_trained_at_once_get_the_bits_of_each_alone():
     expected = found(chunk(4000)), found(chunk(19, **NOISED))
     barrier = threading.Barrier(2)
 
-    def trained(blocks) -> bytes:
+    def trained(*given, **more) -> bytes:
         barrier.wait()
-        return found(blocks)
+        return found(chunk(*given, **more))
 
     with ThreadPoolExecutor(2) as pool:
         for _ in range(3):
-            # made here: torch.fx patches nn.Module while it traces, and two threads undo that amiss
-            both = chunk(4000), chunk(19, **NOISED)
-            assert tuple(pool.map(trained, both)) == expected
+            both = pool.submit(trained, 4000), pool.submit(trained, 19, **NOISED)
+            assert tuple(each.result() for each in both) == expected
     outer = chunk(4000)
     first = next(outer)
     assert found(chunk(19, **NOISED)) == expected[1]

@@ -321,7 +321,7 @@ def epsilons(cases: Sequence[LabelledRun]) -> Piece:
     rows: list[Row] = []
     for labels, inside in grouped(cases, lambda case: case.at(axes)).items():
         runs = [case.run for case in inside]
-        held = [run.holds[0] for run in runs if run.holds]
+        held = [run.holds[0] for run in runs] if all(run.holds for run in runs) else []
         row = axes_row(axes, labels)
         row["epsilon that holds"] = max((one.epsilon for one in held), default=None)
         row["delta"] = max((one.delta for one in held), default=None)
@@ -332,7 +332,7 @@ def epsilons(cases: Sequence[LabelledRun]) -> Piece:
         rows.append({**row, "against": listed([*observers])})
     caption = "The largest over the seeds, as each run states it first. Rigorous ones hold, the "
     caption += "smallest of several; a formula is what a paper prints, whether or not its "
-    caption += "conditions hold. Empty: not private, or not accounted for. From the summaries."
+    caption += "conditions hold. Empty: a run is not private, or not accounted for. From the summaries."
     return Table("epsilons", "Epsilon by cell", caption, rows)
 
 
