@@ -60,9 +60,7 @@ def catalogue(root: Path | None = None, kinds: Sequence[str] = ()) -> list[dict[
 
 
 def fetch(kind: str, root: Path | None = None) -> Path:
-    """Downloads a data set unless it is there, and returns the root that holds it (`raydpfl data
-    fetch`). Raises `ConfigError`.
-    """
+    """The root that holds a data set, downloaded unless it is there. Raises `ConfigError`."""
     path = _class(kind).fetch(data_root(root))
     if path is None:
         raise ConfigError("data.kind", kind, "one that is downloaded (see raydpfl data list)")

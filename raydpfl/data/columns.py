@@ -82,9 +82,7 @@ def _npz(path: Path, part: str) -> Columns:
 
 
 def of_table(table: pa.Table, name: str, part: str) -> Columns:
-    """The columns of a table, decimals as float64. Raises ValueError for a column that it has
-    twice.
-    """
+    """The columns of a table, decimals as float64. Raises ValueError for one that it has twice."""
     twice = [name for name in table.column_names if table.column_names.count(name) > 1]
     if twice:
         hint = " (is the first line a row?)" if twice[0].replace(".", "").isdigit() else ""

@@ -74,9 +74,7 @@ class RowReader:
 
 
 class ClientTable:
-    """Where the rows of clients are in `train.arrow`.
-
-    `first`, `sizes`: int64 [clients], each client's first row and number of rows, on the map.
+    """Where clients' rows are in `train.arrow`: `first` row and `sizes`, int64 [clients], mapped.
     """
 
     def __init__(self, folder: Path):
@@ -182,9 +180,7 @@ class FileRows(RowReader):
         return columns[0], columns[1]
 
     def _runs(self, client: int, picked: np.ndarray | None) -> list[tuple[int, int]]:
-        """Runs of rows that follow one another in the file: the first row and the number of rows of
-        each.
-        """
+        """The first row and the length of each run of rows that are consecutive in the file."""
         if picked is None and self._clients.index is None:
             return [(int(self._clients.first[client]), int(self._clients.sizes[client]))]
         rows = self._clients.rows(client, picked)
@@ -224,14 +220,7 @@ class FileRows(RowReader):
 
 
 class GeneratedRows(RowReader):
-    """Rows that their source generates whenever they are read (`Data.maker`).
-
-    Args:
-        source: of the data.
-        seed: that they were prepared with.
-        sizes: int64 [clients], rows of each client.
-        form: of the data.
-    """
+    """Rows that their source generates at every read (`Data.maker`), by the `seed` of the data."""
 
     def __init__(self, source: Data, seed: int, sizes: np.ndarray, form: Form):
         maker = source.maker(seed)

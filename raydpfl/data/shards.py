@@ -123,11 +123,8 @@ class Shards:
         return np.array(rows)
 
     def client_batch(self, clients: range, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rows that some clients are scored by, one client's after another's, for training.
-
-        Args:
-            clients: one after another.
-            first: the place of their first row among the rows of all clients.
+        """The rows that some consecutive clients are scored by, for training; `first`: the place of
+        their first row among those of all clients.
         """
         rows = self.client_rows[clients.start : clients.stop]
         if "validation" not in self._sets:
@@ -213,8 +210,7 @@ class Shards:
         self.reader.prefetch(some[self.sizes[some] <= rows])
 
     def stored_batches(self, name: str, batch: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The rows of `test` or `validation` as they are stored, on the map, `batch` at a time: for
-        `decoded`.
+        """The `test` or `validation` rows as stored, on the map, `batch` at a time, for `decoded`.
         """
         return [
             (x[start : start + batch], y[start : start + batch])
@@ -229,16 +225,13 @@ class Shards:
         return scaled, y.copy()
 
     def release(self) -> None:
-        """Gives the mapped pages of large files back, so that this process holds no more memory
-        than it works with.
-        """
+        """Gives the mapped pages of large files back."""
         for file in self._sets.values():
             file.release()
         self.reader.release()
 
     def class_counts(self) -> np.ndarray:
-        """Training samples of each class and client, int64 [clients, classes]; no columns where
-        samples have not one class each.
+        """Training samples, int64 [clients, classes]; no columns where samples have not one class.
         """
         counts = np.zeros((self.clients, 0 if self.target.shape else self.classes), np.int64)
         for client in np.flatnonzero(self.sizes).tolist() if counts.shape[1] else ():

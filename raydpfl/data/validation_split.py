@@ -92,9 +92,7 @@ def _stored(
 
 
 def _scored(samples: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Of rows that are held out those that are scored, bool [rows]: of samples that nobody trains
-    on, the first row.
-    """
+    """Of rows `held` out those scored, bool [rows]: of samples not trained on, the first row."""
     scored = np.zeros(len(samples), bool)
     scored[np.flatnonzero(held)[np.unique(samples[held], return_index=True)[1]]] = True
     return scored & ~np.isin(samples, samples[~held])

@@ -109,9 +109,7 @@ def choose_backend(
 def _fit(
     candidates: list[str], differs: Callable[..., str | None], times: StepTimes | None
 ) -> tuple[list[str], dict[str, str]]:
-    """The first of the candidates that fits, and with `times` all others where the run is worth it;
-    and why those that were tried do not fit.
-    """
+    """The candidates that fit, the first alone for a short run; and why others do not fit."""
     fit: list[str] = []
     unlike = {}
     for name, following in pairwise([*candidates, ""]):

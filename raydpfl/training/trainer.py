@@ -197,9 +197,7 @@ class Trainer:
         chunk: ChunkData,
         named: Callable[[int], dict[str, int]],
     ) -> Iterator[Block]:
-        """The blocks of the backend. What user-defined code draws in it is keyed: by the client
-        (`named`), or by the round where a chunk is trained at once.
-        """
+        """The backend's blocks; a user's draws are keyed by client (`named`), or by round."""
         if not chunk.slots:
             return
         blocks = self._backend.run(parameters, chunk)

@@ -48,9 +48,7 @@ def _inputs(form: Form) -> torch.Tensor:
 
 
 def check_loss(module: nn.Module, form: Form) -> None:
-    """Raises `ConfigError` for a loss of the task that does not fit what the module gives, is not a
-    number for every sample, or mixes samples.
-    """
+    """Raises `ConfigError` for a loss that does not fit the outputs, or mixes samples."""
     task = form.task
     generator = prng.stream(0, prng.Purpose.DATA)
     inputs = form.inputs(4, generator)
@@ -79,9 +77,7 @@ def check_loss(module: nn.Module, form: Form) -> None:
 
 
 def check_no_mixing(module: nn.Module, form: Form) -> None:
-    """Raises `ConfigError` for a module in which one sample's gradient depends on the others by
-    another path than the noisy parameters.
-    """
+    """Raises `ConfigError` for a module that mixes the samples of a batch."""
     for name, layer in module.named_modules():
         kind = type(layer).__name__
         if isinstance(layer, _BatchNorm) and not models.is_still(layer):

@@ -77,9 +77,7 @@ class ResNet18Features(Features):
         return kept(about, x, extract), kept(about, test_x, extract)
 
     def _net(self, root: Path | None) -> nn.Module:
-        """torchvision's resnet18 with these weights and nothing for its last layer, to be used as
-        it is.
-        """
+        """torchvision's resnet18 with these weights, and nothing for its last layer."""
         import torch
         from torchvision.models import resnet18
 

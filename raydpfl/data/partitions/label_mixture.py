@@ -129,9 +129,7 @@ class ClassesPerClient(LabelMixture):
 def choose_classes(
     clients: int, k: int, supply: np.ndarray, generator: np.random.Generator, least: int
 ) -> np.ndarray:
-    """Bool [clients, classes], `k` true in each row, each class true for clients in proportion to
-    its supply, and for `least` at least.
-    """
+    """Bool [clients, classes], `k` true in each row, by class in proportion to its supply."""
     classes = len(supply)
     left = least + apportion(
         clients * k - classes * least, supply * 1.0, np.full(classes, clients - least)
@@ -174,9 +172,7 @@ def fit(mixture: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarra
 
 
 def _fitted(mixture: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Float64 [clients, classes]: `mixture` fitted in proportion to these row and column sums, none
-    of which it exceeds.
-    """
+    """`mixture` fitted to these row and column sums, none of which it exceeds, in float64."""
     real = mixture.astype(np.float64)
     for _ in range(1000):
         sums = real.sum(0)

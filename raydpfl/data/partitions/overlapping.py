@@ -74,9 +74,7 @@ class Overlapping(Partition):
         return np.concatenate(draws), np.full(clients, self.per_client)
 
     def _counts(self, classes: int) -> np.ndarray:
-        """How many samples a client draws of each class, int64 [classes], dominant classes first
-        where there are any.
-        """
+        """Samples of each class that a client draws, int64 [classes], dominant classes first."""
         if self.classes is None or self.share is None:
             return apportion(self.per_client, np.ones(classes))
         dominant = round(self.share * self.per_client)

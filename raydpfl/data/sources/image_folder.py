@@ -63,9 +63,7 @@ class ImageFolder(Tabular):
         return Columns(folder.name, arrays, part, ["/".join(place) for place in places])
 
     def _images(self, part: str, root: Path | None) -> tuple[Path, list[Path]]:
-        """A folder, and the images of the classes, in the order of their names. Raises
-        `ConfigError`.
-        """
+        """A folder, and the images of its classes in the order of their names."""
         name = getattr(self, part)
         folder = find_file(f"data.{part}", name, root, "folder")
         levels, above = ("*/*/*", "CLIENT/CLASS") if self.client else ("*/*", "CLASS")
@@ -80,9 +78,7 @@ class ImageFolder(Tabular):
         return folder, paths
 
     def _encoded(self, path: Path) -> bytes:
-        """The bytes of an image, of `size` by `size` pixels and of `channels` if asked. Raises
-        `ConfigError`.
-        """
+        """The bytes of an image, scaled and converted if asked. Raises `ConfigError`."""
         encoded = path.read_bytes()
         if self.size is None and self.channels is None:
             return encoded

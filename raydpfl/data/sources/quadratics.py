@@ -99,9 +99,7 @@ class ScalarQuadratics(Data):
 
 
 def _split(x: np.ndarray, y: np.ndarray, best: np.ndarray) -> Split:
-    """Clients with rows x float32 [clients, rows, d] and targets y [clients, rows]; `best` [d] is
-    where the mean loss is least.
-    """
+    """Of x float32 [clients, rows, d] and y [clients, rows]; `best` [d] has the least loss."""
     y = y.astype(np.float32)
     residuals = x.astype(np.float64) @ best - y
 

@@ -93,9 +93,7 @@ class Synthetic(SizedData):
         return ["test rows by size"]
 
     def _model(self, generator: np.random.Generator) -> np.ndarray:
-        """Float32 [2 + features classes + classes + features]: standard normals for U, B, W, b, v,
-        in this order.
-        """
+        """Float32 [2 + features classes + classes + features]: normals for U, B, W, b, v."""
         return generator.standard_normal(
             2 + (self.features + 1) * self.classes + self.features, np.float32
         )

@@ -208,9 +208,7 @@ class Tabular(InMemoryData):
         return (*exclusions, TOKENS) if whole and not (self.features or self.mean) else exclusions
 
     def columns(self, part: str, root: Path | None) -> Columns | None:
-        """The columns of the `train` or the `test` rows; None: there are no test rows. Raises
-        `ConfigError`.
-        """
+        """The columns of `train` or `test` rows, None: there are none. Raises `ConfigError`."""
         raise NotImplementedError
 
     def _train(self, root: Path | None) -> Columns:

@@ -60,15 +60,7 @@ def lacking(
     precision: Precision = "float32",
     split: ParameterSplit | None = None,
 ) -> str | None:
-    """What of what is asked of it a backend cannot do, in words; None: it can do all.
-
-    Args:
-        backend: its name.
-        local: the rule.
-        clip: the bound on every sample's gradient, if any.
-        precision: of products.
-        split: which parameters and buffers are local.
-    """
+    """What of what is asked of it a backend cannot do, in words; None: it can do all."""
     asked = {
         base.LOCAL_PARAMETERS: split is not None and split.own,
         base.LOCAL_BUFFERS: split is not None and split.buffers,

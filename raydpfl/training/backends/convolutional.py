@@ -122,9 +122,7 @@ class WeightedLayer:
 
 @dataclass(frozen=True)
 class Convolution(WeightedLayer):
-    """A convolution and the max-pooling that follows it, if any does: the arguments of torch's
-    operators for them.
-    """
+    """A convolution and any max-pooling after it: the arguments of torch's operators."""
 
     stride: Sequence[int]
     padding: Sequence[int]

@@ -41,9 +41,7 @@ LIMIT = 1 << 26
 
 
 class NotOneBatch(Exception):
-    """The module's trained parameters do not all sit in layers that take samples along the first
-    axis of their inputs to the first axis of their output; says why.
-    """
+    """A layer with trained parameters takes or gives no samples along its first axis."""
 
 
 @dataclass
@@ -55,9 +53,7 @@ class _Pass:
     now: Named = field(default_factory=dict)
 
     def of_samples(self, kind: str, value: Any) -> torch.Tensor:
-        """An input of a layer of this kind, for every sample where it is one for all, as positions
-        are. Raises `NotOneBatch`.
-        """
+        """An input of a layer for every sample, also one that is for all. Raises `NotOneBatch`."""
         if not isinstance(value, torch.Tensor) or not value.dim():
             raise NotOneBatch(f"{kind} takes more than tensors")
         if len(value) == 1:
@@ -247,8 +243,7 @@ class OneBatch(Vmap):
         return joined, *map(torch.cat, others)
 
     def _one(self, named: Named, x: torch.Tensor) -> None:
-        """Counts how many numbers the layers give for a sample. Raises `NotOneBatch` for a module
-        that draws random numbers other than by dropout.
+        """Counts the numbers that layers give for a sample. Raises `NotOneBatch` for other draws.
         """
         counts = [1]
 

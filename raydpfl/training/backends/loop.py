@@ -181,11 +181,8 @@ class Loop(OneByOne):
     def _user_defined(
         self, parameters: torch.Tensor, chunk: ChunkData, slot: int
     ) -> tuple[torch.Tensor, float]:
-        """The update of a client by `Local.train`, on copies of the module and the
-        rows; and the mean loss of the model on its rows before, in evaluation mode.
-
-        Raises:
-            ValueError: what it was to train is gone, or of another shape.
+        """The update of a client by `Local.train`, on copies, and the mean loss before it. Raises
+        ValueError for parameters that are gone or of another shape.
         """
         module = copy.deepcopy(self.initial).to(self.device).train()
         start = chunk.start(parameters, slot)

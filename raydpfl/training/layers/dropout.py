@@ -88,9 +88,7 @@ class Dropout(TorchFunctionMode):
 
 
 class RowMajor(Dropout):
-    """Draws each mask from torch's generator in the order of its axes, where torch itself draws in
-    the order in which x lies in memory.
-    """
+    """Draws each mask in the order of its axes; torch draws in the order of memory."""
 
     def __init__(self) -> None:
         super().__init__(iter(()))

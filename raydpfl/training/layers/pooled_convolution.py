@@ -39,9 +39,7 @@ def _pair(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
 
 @dataclass(frozen=True)
 class Window:
-    """How a convolution, and the max-pooling that follows it, move over their images: pairs, of
-    height and width.
-    """
+    """How a convolution and its max-pooling move over images: pairs, of height and width."""
 
     kernel: Sequence[int]
     stride: Sequence[int]
@@ -70,12 +68,7 @@ class Filters:
     """A batch of images under a convolution that is max-pooled."""
 
     def __init__(self, images: torch.Tensor, channels: int, window: Window):
-        """
-        Args:
-            images: float32 [B, c, H, W].
-            channels: of the outputs, C.
-            window: of the convolution and the pooling.
-        """
+        """Of images float32 [B, c, H, W], with so many output channels."""
         count, inputs, height, width = images.shape
         down, across = window.padding
         row = (width + 2 * across) * inputs
@@ -96,9 +89,7 @@ class Filters:
         )
 
     def maxima(self, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """What the pooling gives, float32 [B, C, h, w] with channels last in memory, from the
-        filters [C, height, width, c] and the bias [C].
-        """
+        """The maxima, float32 [B, C, h, w], by filters [C, height, width, c] and bias [C]."""
         maxima = torch.empty(self.cells)
         about = (weights.contiguous(), None if bias is None else bias.contiguous())
         self._call("raydpfl_maxima", self.unpadded, self.images, *about, maxima, self.where)
@@ -115,17 +106,14 @@ class Filters:
         return squares
 
     def total(self, factors: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of the samples' gradients, weighted by `factors`, float32 [B], if given: float32
-        [C, height of a filter, width times c].
-        """
+        """The sum of gradients, by `factors` [B] if given: float32 [C, height, width times c]."""
         total = torch.empty(self.shape)
         weights = None if factors is None else factors.contiguous()
         self._call("raydpfl_filters", self.images, self.g, self.where, weights, None, total)
         return total
 
     def by_images(self, weights: torch.Tensor) -> torch.Tensor:
-        """The gradient by the images, float32 [B, c, H, W] with channels last in memory, from the
-        filters [C, height, width, c].
+        """The gradient by the images, float32 [B, c, H, W], from the filters [C, height, width, c].
         """
         by_images = torch.empty_like(self.unpadded)
         self._call("raydpfl_by_images", self.g, self.where, weights.contiguous(), by_images)
