@@ -74,8 +74,7 @@ class RowReader:
 
 
 class ClientTable:
-    """Where clients' rows are in `train.arrow`: `first` row and `sizes`, int64 [clients], mapped.
-    """
+    """Where clients' rows are in `train.arrow`: `first` and `sizes`, int64 [clients], mapped."""
 
     def __init__(self, folder: Path):
         self._clients = ArrowFile(folder / "clients.arrow")

@@ -210,8 +210,7 @@ class Shards:
         self.reader.prefetch(some[self.sizes[some] <= rows])
 
     def stored_batches(self, name: str, batch: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The `test` or `validation` rows as stored, on the map, `batch` at a time, for `decoded`.
-        """
+        """The `test` or `validation` rows as stored, `batch` at a time, for `decoded`."""
         return [
             (x[start : start + batch], y[start : start + batch])
             for x, y in self._rows(name)
@@ -231,8 +230,7 @@ class Shards:
         self.reader.release()
 
     def class_counts(self) -> np.ndarray:
-        """Training samples, int64 [clients, classes]; no columns where samples have not one class.
-        """
+        """Training samples, int64 [clients, classes]; no columns where none has one class."""
         counts = np.zeros((self.clients, 0 if self.target.shape else self.classes), np.int64)
         for client in np.flatnonzero(self.sizes).tolist() if counts.shape[1] else ():
             counts[client] = np.bincount(self.reader.rows(client, None)[1], minlength=self.classes)

@@ -85,8 +85,7 @@ class Encoder:
         return ids >= (1 if self._gives_ids else FIRST)
 
     def code(self) -> str | None:
-        """The digest of the file of a user's tokenizer; None for the project's, or without a file.
-        """
+        """The digest of a user's tokenizer's file; None: the project's, or in no file."""
         source = getattr(sys.modules.get(self._split.__module__), "__file__", None)
         return digest(Path(source)) if source and self.tokenizer not in TOKENIZERS else None
 

@@ -13,8 +13,7 @@ KEEP = 1 << 30  # bytes
 
 
 def single_thread() -> None:
-    """One thread for torch: a client's bits depend on their number, and more lose to a neighbour.
-    """
+    """One thread for torch's operations: a client's bits depend on their number."""
     torch.set_num_threads(1)
 
 

@@ -13,19 +13,17 @@ from raydpfl.storage.files import file_identity, find_file
 
 
 class Pca(Features):
-    """A projection of centred rows on `components` principal components (002 sec. VI: 60), images
-    being scaled to [0, 1] first.
+    """A projection of centred rows on principal components (002 sec. VI: 60), images in [0, 1].
 
-    Mean and components are those of the training rows; or public, from `file`: an NPZ with `mean`
-    [p] and `components` [k, p], k at least `components`, as `principal_components` gives them and
-    scikit-learn's PCA names them (p numbers to a sample).
+    A file has `mean` [p] and `components` [k, p], for p numbers to a sample, as
+    `principal_components` gives them and scikit-learn's PCA names them.
     """
 
     named: ClassVar[frozenset[str]] = frozenset({"file"})
 
     kind: str = "pca"
-    components: int = Field(default=60, ge=1)
-    file: str | None = None
+    components: int = Field(default=60, ge=1, description="that are taken, the first ones")
+    file: str | None = Field(default=None, description="an NPZ of public ones; None: learnt")
 
     @property
     def exclusions(self) -> tuple[str, ...]:

@@ -69,16 +69,14 @@ class Dirichlet(LabelMixture):
 
 
 class DominantLabels(LabelMixture):
-    """A `share` of each client's samples from `classes` dominant classes, evenly, the rest evenly
-    from all others.
-
-    000 sec. 2.2: of 500 samples, 2 classes with 230 each and 8 with about 5 each, a share of 0.92.
-    Each class is dominant for a number of clients in proportion to its samples.
+    """A share of each client's samples from dominant classes, evenly, the rest evenly from all
+    others (000 sec. 2.2: 2 with 230 of 500 samples each, 8 with about 5, a share of 0.92). Each
+    class is dominant for clients in proportion to its samples.
     """
 
     kind: str = "dominant-labels"
-    classes: int = Field(default=2, ge=1)
-    share: float = Field(default=0.92, gt=0, le=1)
+    classes: int = Field(default=2, ge=1, description="dominant classes of a client")
+    share: float = Field(default=0.92, gt=0, le=1, description="of its samples that are theirs")
 
     def table(
         self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: np.random.Generator
@@ -97,12 +95,10 @@ class DominantLabels(LabelMixture):
 
 
 class ClassesPerClient(LabelMixture):
-    """Every client holds samples of exactly `k` classes (002 sec. VI, with 7), each class held by
-    clients in proportion to its samples.
-    """
+    """Samples of exactly k classes each (002 sec. VI), by class in proportion to its samples."""
 
     kind: str = "classes-per-client"
-    k: int = Field(default=7, ge=1)
+    k: int = Field(default=7, ge=1, description="classes of a client")
 
     def table(
         self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: np.random.Generator

@@ -167,8 +167,7 @@ class Data(Member):
         return None
 
     def identity(self, root: Path | None) -> list:
-        """What files the samples depend on, in JSON types (`raydpfl.storage.files.file_identity`).
-        """
+        """The files' contents, in JSON types (`raydpfl.storage.files.file_identity`)."""
         return []
 
     def facts(self) -> dict[str, Any]:

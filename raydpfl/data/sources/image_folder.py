@@ -20,10 +20,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", "
 class ImageFolder(Tabular):
     """Images in a folder for each class, whose name is the label, `train/cat/1.png`; or with
     `client: client`, for partition natural, in folders of clients, `train/ann/cat/1.png`.
-
-    `train`, `test`: folders, absolute, or relative to the data root or the working folder. Images
-    have one size, or with `size` are made that many pixels high and wide; all are grey or none is,
-    or with `channels` they are made grey (1) or RGB (3).
+    Images have one size, and all are grey or none is, unless `size` and `channels` make them so.
     """
 
     named: ClassVar[frozenset[str]] = Tabular.named | {"train", "test"}
@@ -32,10 +29,14 @@ class ImageFolder(Tabular):
     kind: str = "image_folder"
     location: ClassVar[str] = "your own folder"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a folder
-    train: str
-    test: str | None = None
-    size: int | None = Field(default=None, ge=1, le=1 << 12)
-    channels: Literal[1, 3] | None = None
+    train: str = Field(description="a folder, absolute or relative to data root or working folder")
+    test: str | None = Field(default=None, description="as `train`")
+    size: int | None = Field(
+        default=None, ge=1, le=1 << 12, description="pixels that images are made high and wide"
+    )
+    channels: Literal[1, 3] | None = Field(
+        default=None, description="grey (1) or RGB (3), that images are made"
+    )
 
     def sources(self, root: Path | None) -> list:
         paths = []

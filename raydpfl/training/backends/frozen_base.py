@@ -243,8 +243,7 @@ class OneBatch(Vmap):
         return joined, *map(torch.cat, others)
 
     def _one(self, named: Named, x: torch.Tensor) -> None:
-        """Counts the numbers that layers give for a sample. Raises `NotOneBatch` for other draws.
-        """
+        """Counts what layers give for a sample. Raises `NotOneBatch` for draws, but dropout's."""
         counts = [1]
 
         def count(layer: nn.Module, inputs: Any, output: Any) -> None:

@@ -94,8 +94,7 @@ class _Layer:
         return torch.bmm(weight, inputs.mT).mT
 
     def backward(self, g: torch.Tensor) -> torch.Tensor:
-        """The gradient by the inputs, laid out as they are, from that by the outputs, [C, B, out].
-        """
+        """The gradient by the inputs, laid out as they are, from `g` by the outputs."""
         weight = self.now[0]
         if self.inputs.is_contiguous():
             return torch.bmm(g, weight)
@@ -122,8 +121,7 @@ class _Layer:
         self.whole = self.now = self.layer.views(parameters)
 
     def step(self, g: torch.Tensor, noise: torch.Tensor | None, done: torch.Tensor | None) -> None:
-        """A linear rule's step by `g` [C, B, out] and noise [C, d], but for slots that are `done`.
-        """
+        """A linear rule's step by `g` [C, B, out] and noise [C, d], but for `done` slots."""
         before = [] if done is None else [part[done] for part in self.now]
         decay = self.linear.decay + self.linear.proximal
         moved = self.velocity or self.now

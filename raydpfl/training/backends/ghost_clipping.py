@@ -125,8 +125,7 @@ class _Leaf:
 
 
 def _ghostly(layer: nn.Module, name: str, output: tuple[int, ...]) -> bool:
-    """Whether the ghost norm by this parameter is possible and costs less than forming gradients.
-    """
+    """Whether the ghost norm by this parameter is possible, and cheaper than gradients."""
     if (
         name != "weight"
         or type(layer) not in (nn.Linear, nn.Conv2d)

@@ -54,8 +54,7 @@ class OneByOne(Backend):
         raise NotImplementedError
 
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
-        """Writes the mean of the (clipped) gradients into `self.gradient`; returns the mean loss.
-        """
+        """Writes the mean (clipped) gradient into `self.gradient`; returns the mean loss."""
         raise NotImplementedError
 
     def _descend(self, x: torch.Tensor, y: torch.Tensor, descent: Descent) -> torch.Tensor:
