@@ -47,9 +47,8 @@ def parse(values: Mapping[str, Any]) -> Data:
 
 
 def catalogue(root: Path | None = None, kinds: Sequence[str] = ()) -> list[dict[str, str]]:
-    """A row per kind, or import path of a class of one's own: `kind`, `summary`, and `where` its
-    samples are (`raydpfl data list`). Without `kinds`, all that come with the project. Raises
-    `ConfigError`.
+    """A row per kind, or import path of a user's class: `kind`, `summary`, and `where` its samples
+    are; without `kinds`, all of the project's. Raises `ConfigError`.
     """
     rows = []
     for kind in kinds or FAMILY:

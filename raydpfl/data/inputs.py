@@ -32,18 +32,9 @@ DType = Literal["auto", "float32", "int64"]
 def typed(
     x: np.ndarray, test_x: np.ndarray, names: tuple[str, ...], dtype: DType, listed: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs of training and test rows in the type that they are trained on in: images stay uint8,
-    all else is float32 or int64.
-
-    Args:
-        x, test_x: [rows, *shape], as the columns have them.
-        names: of the columns, for messages.
-        dtype: what is asked for; auto: lists and arrays of whole numbers from 0 stay such, for an
-            embedding, all else becomes float32.
-        listed: whether they are lists or arrays, and no columns of single numbers.
-
-    Raises:
-        ConfigError: on the field `data.dtype`.
+    """Inputs [rows, *shape] in the type that they are trained on in: images stay uint8, all else is
+    float32 or int64. With dtype auto, whole numbers from 0 in lists or arrays (`listed`) stay such,
+    for an embedding. Raises `ConfigError` on `data.dtype`.
     """
     arrays = (x, test_x)
     if all(array.dtype == np.uint8 and array.ndim > 3 for array in arrays):

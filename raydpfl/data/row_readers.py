@@ -42,27 +42,16 @@ class RowReader:
     """Reads training rows of clients."""
 
     def rows(self, client: int, picked: np.ndarray | None) -> Rows:
-        """x [n, *shape] and y [n, *targets] of a client as they are stored, not to be written to.
-
-        Args:
-            client: which has rows.
-            picked: which of its rows, int64, ascending; None: all.
-
-        Raises:
-            OSError: the file cannot be read.
-            ConfigError: rows that are generated are wrong.
+        """x [n, *shape] and y [n, *targets] of a client as stored, not to be written to; of the
+        rows `picked`, int64, ascending, or all. Raises OSError, and `ConfigError` for generated
+        rows.
         """
         raise NotImplementedError
 
     def read(self, clients: np.ndarray, counts: np.ndarray, width: int) -> Rows | None:
-        """All rows of the clients of a chunk at once, as they are stored: x [C, width, *shape] and
-        y [C, width, *targets], after each client's own rows any values. None where `rows` has to
+        """All rows of a chunk's clients, int64 [C] (-1: none), as stored: x [C, width, *shape] and
+        y [C, width, *targets], any values after each client's `counts`. None where `rows` has to
         give them client by client. Raises as `rows`.
-
-        Args:
-            clients: int64 [C]; -1: none, without rows.
-            counts: int64 [C], the number of rows of each.
-            width: at least the largest of them.
         """
         return None
 

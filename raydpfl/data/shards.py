@@ -41,14 +41,12 @@ CACHED = 160 << 10  # pixels that are scaled at once: with their float32 they fi
 
 
 class Shards:
-    """A prepared folder, open for reading. Opening is cheap; pickling sends the path.
+    """A prepared folder, cheap to open; pickling sends the path.
 
-    `clients`: number of clients; `sizes`: int64 [clients], their training rows, on the map;
-    `shape`: of one sample; `classes` (0: numbers); `unseen`: classes without a training sample;
-    `target`: what y is; `tokens` (0: x is float32); `reader`: of the training rows. What `chunk`
-    and `decoded` return is the caller's to write to. Where x is said to be float32, it is int64
-    for tokens; where y is said to be int64, it is float32 for numbers, and has an axis more for
-    several targets.
+    `sizes`: int64 [clients], their training rows, on the map; `shape`: of a sample; `classes` (0:
+    numbers); `unseen`: those without a training sample; `target`: what y is; `tokens` (0: x is
+    float32). What `chunk` and `decoded` give is the caller's to write to: x is float32, or int64
+    tokens; y int64, or float32 numbers, with an axis more for several targets.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]):
@@ -237,12 +235,8 @@ class Shards:
         return counts
 
     def describe(self) -> dict:
-        """The clients' data in numbers: clients, training samples, test samples, unused samples,
-        validation samples if any, distinct training samples if clients share them; and per client
-        (min, median, max) training samples, classes, and the share of these samples that are of its
-        commonest class. The names of classes, or of targets, where they have any.
-
-        For regression no classes; and `optimum` where the least loss on the test set that a linear
-        model can reach is known.
+        """The clients' data in numbers, in all and per client (min, median, max), and names of
+        classes or targets; for regression no classes, and `optimum`, the least test loss of a
+        linear model, where it is known.
         """
         return dict(self._description)

@@ -51,14 +51,9 @@ TOKENIZERS: dict[str, Callable[[str], Sequence[Any]]] = {"words": words, "charac
 
 @dataclass(frozen=True)
 class Encoder:
-    """What makes token ids of texts.
-
-    Args:
-        tokenizer: a name of `TOKENIZERS`, or the import path of a function that gives the tokens of
-            a text: str, or int ids.
-        vocabulary: the tokens in the order of their ids; or how many ids there are, for a tokenizer
-            that gives them.
-        length: how many tokens of a text are taken, the first ones.
+    """What makes token ids of texts, the first `length` of each: by a name of `TOKENIZERS` or the
+    import path of a function that gives tokens (str) or ids, and by a `vocabulary` of tokens in the
+    order of their ids, or the number of ids.
     """
 
     tokenizer: str

@@ -30,10 +30,9 @@ SIZES = [6, 5, 3]  # rows of the three clients
 def mismatch(
     module: nn.Module, local: Local, form: Form, backend: str, clip: float | None
 ) -> str | None:
-    """Why `backend` cannot train `module`, or None: its first steps against the loop's.
-
-    With `clip` the rows, and so their gradients, are of different norms, and the bound is such that
-    half of them are clipped. Each client is to take the loop's steps on one attempt's rows.
+    """Why `backend` cannot train `module`, or None: its first steps against the loop's, each
+    client's on one attempt's rows. With `clip` the bound is such that half of the rows, which
+    differ in norm, are clipped.
     """
     uncertain = ROUNDING / TOLERANCE * models.trained(module).norm()
     errors = torch.full((len(SIZES),), torch.inf)

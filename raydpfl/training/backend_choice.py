@@ -61,21 +61,9 @@ def choose_backend(
     precision: Precision = "float32",
     times: StepTimes | None = None,
 ) -> str:
-    """The backend to train `module` on samples of this form.
-
-    Args:
-        module: the model; it stays as it is.
-        local: the local rule.
-        form: of a sample.
-        backend: "auto", or the name of one.
-        clip: the bound on every sample's gradient, if any.
-        gpu: whether training is on a GPU.
-        precision: of products.
-        times: what times the backends; None: the order decides.
-
-    Raises:
-        ConfigError: a rule, a loss or a module that cannot be trained as asked, or a backend that
-            does not fit.
+    """The backend, or the given one, to train `module` on samples of this form; `times` what times
+    them (None: the order decides). Raises `ConfigError` for a rule, loss or module that cannot be
+    trained as asked, or a backend that does not fit.
     """
     if gpu and backend == "compiled":
         expected = "auto, or another backend; compiled code is for the CPU"

@@ -20,10 +20,8 @@ CLOSE = 1e-4  # relative: rounding gives less than 1e-6 on the few numbers that 
 
 
 def drawn_from(module: nn.Module, form: Form) -> str | None:
-    """The generator of the process, other than torch's, that a module in training draws from.
-
-    None where it draws from none. Other threads of the process may draw from them too at any time,
-    so only what is seen in each of a few tries is the module's.
+    """The generator, other than torch's, that a module in training draws from, or None: seen in
+    each of a few tries, as other threads may draw too.
     """
     first = _drawn_once(module, form)
     same = all(first and _drawn_once(module, form) == first for _ in range(2))
@@ -106,9 +104,8 @@ def _mixes(module: nn.Module, reason: str) -> ConfigError:
 
 
 def check_rule(local: Local) -> None:
-    """Raises `ConfigError` for a learning rate that depends on more than the round, and for a
-    user-defined rule that raises, changes its arguments, or whose step for several clients is not
-    that for each of them. What a `train` does shows when it trains.
+    """Raises `ConfigError` for a learning rate that depends on more than the round, and a user's
+    step that raises, changes its arguments, or mixes clients. What a `train` does shows later.
     """
     rates = [local.learning_rate(t) for t in (0, 1, 2, 0, 1, 2)]
     if rates[:3] != rates[3:]:

@@ -74,10 +74,7 @@ class Pca(Features):
 
 def principal_components(x: np.ndarray, components: int) -> tuple[np.ndarray, np.ndarray]:
     """Mean [p] and principal components [components, p] of rows x [n, *shape], float64; uint8 is
-    scaled to [0, 1].
-
-    Of public rows, they are what `Pca.file` reads: `np.savez("public.npz", mean=mean,
-    components=axes)`.
+    scaled to [0, 1]. `np.savez("public.npz", mean=mean, components=axes)` writes a `Pca.file`.
     """
     mean = x.reshape(len(x), -1).mean(0, dtype=np.float64) / _levels(x)
     covariance = sum((part.T @ part).astype(np.float64) for part in _centred(x, mean))

@@ -33,16 +33,8 @@ class LabelMixture(Partition):
     def table(
         self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: np.random.Generator
     ) -> np.ndarray:
-        """How many samples of each class each client has, int64 [clients, classes].
-
-        Args:
-            counts: samples of each client, int64 [clients].
-            supply: samples of each class, int64 [classes].
-            sizes: the kind of `data.sizes`, for messages.
-            generator: keyed by the seed.
-
-        Raises:
-            ConfigError: the data cannot give such mixtures.
+        """Samples of each class and client, int64 [clients, classes], for the clients' `counts` and
+        the classes' `supply`, int64; `sizes`: the kind, for messages. Raises `ConfigError`.
         """
         raise NotImplementedError
 
@@ -145,10 +137,8 @@ def choose_classes(
 
 
 def fit(mixture: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray | None:
-    """Whole counts [clients, classes] with these row and column sums, near `mixture` and 0 where it
-    is; None if there are none.
-
-    Where proportional fitting converges, no count is further than 1 from the fitted real number.
+    """Whole counts [clients, classes] with these row and column sums, near `mixture`, to 1 where
+    proportional fitting converges, and 0 where it is; None if there are none.
     """
     real = _fitted(mixture, rows, columns)
     whole = np.floor(real).astype(np.int64)

@@ -158,11 +158,10 @@ class Data(Member):
         raise NotImplementedError
 
     def maker(self, seed: int) -> Maker | None:
-        """What makes the training rows of a client and of how many, as `Split.rows` gives them, in
-        pieces that are small enough to be held: by this config, the seed and the client alone.
-        None: they must be written. Data that would take much of a disk are made whenever a client
-        trains, where there is a maker. One of the user's own is asked by one thread of a process at
-        a time.
+        """What makes a client's training rows, of so many, in pieces that fit memory, by this
+        config, the seed and the client alone; None: they are written. Data that would take much of
+        a disk are made whenever a client trains. A user's is asked by one thread of a process at a
+        time.
         """
         return None
 

@@ -71,10 +71,8 @@ def spans(end: int, d: int, most: int | None = None) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Starts:
-    """The parameters with which every client of a chunk starts and ends (`raydpfl.models.trained`).
-
-    A backend writes a slot's row of `final` by the time that it gives the slot. `to_model`: rules
-    pull a client to the round's model, not to where it started.
+    """Parameters with which clients start and end (`raydpfl.models.trained`); a slot's `final` is
+    there when the slot is given. `to_model`: rules pull to the round's model.
     """
 
     initial: torch.Tensor  # float32 [C, D + b]
@@ -188,9 +186,8 @@ class ChunkData:
         return np.searchsorted(-later, -np.arange(most)).tolist()
 
     def active(self, k: int) -> int:
-        """How many slots step k takes, the first ones, up to the last whose client makes it: a
-        function of all clients of the chunk, as the bits of a product may depend on the number of
-        matrices. It never grows from step to step.
+        """How many slots step k takes, up to the last whose client makes it: by all clients of the
+        chunk, as a product's bits may depend on the number of matrices; never growing.
         """
         return self._active[k]
 

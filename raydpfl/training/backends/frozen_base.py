@@ -133,13 +133,9 @@ class _Adapted:
 
 
 class AdaptedLinear(torch.autograd.Function):
-    """y = x W + b + scale (x A^T) B^T, and its gradients by x, A and B. Autograd keeps the two
-    terms separate, writes both and adds them; here the second is added to the first in place,
-    forward and back.
-
-    It takes the frozen layer, whose output is written to; its W, [in, out]; the scale; x [n, ...,
-    in], the inputs of the first of C clients, of the second, and so on; A [C, rank, in]; and B [C,
-    out, rank].
+    """y = x W + b + scale (x A^T) B^T, and its gradients by x [n, ..., in], client after client, A
+    [C, rank, in] and B [C, out, rank], for W [in, out]. Autograd writes both terms and adds them;
+    here the second is added to the first in place, forward and back.
     """
 
     @staticmethod
@@ -177,10 +173,8 @@ class AdaptedLinear(torch.autograd.Function):
 
 
 class OneBatch(Vmap):
-    """Trains the chunk at once, as one batch.
-
-    Raises `NotOneBatch` for a module with trained parameters outside of layers that take samples
-    along the first axis.
+    """Trains the chunk at once, as one batch. Raises `NotOneBatch` where trained parameters are
+    outside of layers that take samples along the first axis.
     """
 
     few = 0  # it has no vmap to do without

@@ -46,10 +46,8 @@ VECTOR = 16  # the most float32 numbers that a processor takes at once
 
 class _Layer:
     """A layer of C clients by its weights [C, out, in] and biases [C, 1, out]: `whole` those of all
-    slots, `now` of the slots that still make steps. `start` are the initial ones of all clients.
-
-    Of a linear rule the step is made inside the backward product; of any other it is given `now`,
-    views of the rule's parameters.
+    slots, `now` of those that still make steps. A linear rule's step is made inside the backward
+    product; of any other rule `now` are views of the parameters.
     """
 
     inputs: torch.Tensor  # of the last forward pass
@@ -161,9 +159,8 @@ def step_factors(linear: LinearRule, lr: float) -> tuple[float, float]:
 class _Loss:
     """The losses of a chunk's samples, and their gradients by the outputs.
 
-    Outputs lie here as [out, L], a column for a sample: over a first axis torch's log-softmax takes
-    a third of the time that it takes over few classes at the end. L is a multiple of `VECTOR`, as
-    its last columns, where they fill no vector, would be rounded otherwise than the others.
+    Outputs lie as [out, L], where log-softmax takes a third of the time; L is a multiple of
+    `VECTOR`, as columns that fill no vector would be rounded otherwise.
     """
 
     def __init__(self, target: torch.Tensor, batches: Batches, closed: Closed):

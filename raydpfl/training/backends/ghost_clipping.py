@@ -283,11 +283,9 @@ def _places(layer: nn.Module, places: dict[int, int]) -> list[tuple[str, int]]:
 
 
 class Layerwise(Loop):
-    """Trains one client after another as `Loop` does, with every sample's gradient clipped.
-
-    Raises `NotLayerwise` for a module with BatchNorm, or with parameters outside of layers that are
-    called once in a pass and take samples along the first axis of their inputs to the first axis of
-    their output.
+    """Trains as `Loop` does, with every sample's gradient clipped. Raises `NotLayerwise` for
+    BatchNorm, and for parameters outside of layers that are called once in a pass and take and give
+    samples along the first axis.
     """
 
     can = Loop.can - {UNCLIPPED, BFLOAT16}

@@ -26,11 +26,8 @@ ROWS = 1024  # in a pass of those that the loss is taken on before a user-define
 
 
 class Loop(OneByOne):
-    """Trains every client with autograd, sample by sample where every sample's gradient is to be
-    clipped.
-
-    What a module draws (dropout) is keyed by the client, and buffers start afresh with each client,
-    so nothing passes from one client to the next.
+    """Trains every client with autograd, sample by sample where samples are clipped. Draws of the
+    module are keyed by the client, and its buffers start afresh with each.
     """
 
     can = frozenset(ALL | {TRAIN, LOCAL_BUFFERS})
@@ -181,9 +178,7 @@ class Loop(OneByOne):
     def _user_defined(
         self, parameters: torch.Tensor, chunk: ChunkData, slot: int
     ) -> tuple[torch.Tensor, float]:
-        """The update of a client by `Local.train`, on copies, and the mean loss before it. Raises
-        ValueError for parameters that are gone or of another shape.
-        """
+        """The update by `Local.train`, on copies, and the mean loss before. Raises ValueError."""
         module = copy.deepcopy(self.initial).to(self.device).train()
         start = chunk.start(parameters, slot)
         models.set_trained(module, start)
