@@ -8,12 +8,10 @@
 >>> done["samples_per_client"], done["classes_per_client"]
 ({'min': 30, 'median': 30.0, 'max': 30}, {'min': 2, 'median': 4.0, 'max': 5})
 
-A source (`sources`) gives samples, a front end may make columns of them (`features`), a partition
-(`partitions`, with `sizes`) says whose they are, some rows of each client may be held out of
-training (`validation_split`), `prepare` writes them once in client order, and `Shards` reads them
-(`shards`). Sources, features, partitions and sizes are families, a file a member. Public to the
-run: shapes, the numbers of clients, of samples per client and of classes. Everything random is
-keyed by (seed, PARTITION) or (seed, DATA, client).
+A source gives samples, a front end may make columns of them (`features`), a partition says whose
+they are, `prepare` writes them once in client order, and `Shards` reads them. Public to the run:
+shapes, the numbers of clients, of samples per client and of classes. Everything random is keyed by
+(seed, PARTITION) or (seed, DATA, client).
 """
 
 from collections.abc import Mapping, Sequence

@@ -8,9 +8,8 @@ array([[1, 2, 3, 1],
 >>> encoder.size
 4
 
-0 stands behind the end of a text, 1 for a token that the vocabulary lacks, and 2, 3, ... for its
-tokens in their order. A tokenizer that gives ids has its own from 1 on, below the number that
-`vocabulary` is; 0 stands behind the end there too, and no token is unknown.
+0 stands behind the end of a text, 1 for a token that the vocabulary lacks, 2, 3, ... for its tokens
+in their order. A tokenizer that gives ids has its own from 1 on, below `vocabulary`.
 """
 
 import re

@@ -1,10 +1,8 @@
 """Which backend trains a model.
 
-The backends that suit a model have an order (`_suited`). The first steps of each, on made-up rows,
-are compared with the loop's; one that fails or differs is left out, and the log says why. A run of
-less than `WORTH` seconds takes the first that is left. For a longer one the steps of all that are
-left are timed, and the fastest is taken: another than the first where it takes a tenth less. On a
-GPU, and where compiled code fits, the order decides.
+The backends that suit a model (`_suited`) are compared with the loop on made-up rows; the log says
+why one is left out. A run of less than `WORTH` seconds takes the first that is left, a longer one
+the fastest, unless it saves less than a tenth. On a GPU, and for compiled code, the order decides.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 >>> form = Form((1, 28, 28), Target(classes=10), Classification())

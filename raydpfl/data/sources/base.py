@@ -49,17 +49,13 @@ class Split:
         test: the test rows.
         mean, std: per channel, of samples scaled to [0, 1]; empty: not normalised.
         unused: training samples that no client holds.
-        optimum: the least loss on the test set that any model of `kind: linear` can reach, where it
-            is known.
-        samples: which sample each row is that `rows` gives, int64 [rows]; needed where clients
-            share samples.
-        at: x and y of samples by their numbers, ascending; where it is given too, each sample is
-            kept once, however many clients hold it.
+        optimum: the least test loss of any model of `kind: linear`, where it is known.
+        samples: the sample of each of `rows`, int64 [rows], where clients share samples.
+        at: x and y of samples by number, ascending; then each sample is kept once.
         tokens: x is whole numbers below it; 0: x is no tokens.
         targets: the shape of the targets of one sample.
         names: of the classes, or of the targets, where they have any.
-        without: the same where nothing is learnt of these samples, int64, as they are held out of
-            training; None: nothing is learnt of any.
+        without: the same, learnt without these samples, int64; None: nothing is learnt of any.
     """
 
     sizes: np.ndarray
@@ -247,9 +243,7 @@ class InMemoryData(SizedData):
     @field_validator("features", mode="before")
     @classmethod
     def _features(cls, value: Any) -> Features | None:
-        if value is None:
-            return None
-        return choose("data.features", value, FEATURES, Features)
+        return None if value is None else choose("data.features", value, FEATURES, Features)
 
     @model_validator(mode="after")
     def _consistent(self) -> InMemoryData:

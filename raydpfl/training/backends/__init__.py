@@ -70,8 +70,8 @@ def check_backend(
     backend: str,
     local: Local,
     clip: float | None,
-    precision: Precision = "float32",
-    split: ParameterSplit | None = None,
+    precision: Precision,
+    split: ParameterSplit,
 ) -> None:
     """Raises `ConfigError` for an unknown backend, or one that lacks what is asked of it."""
     asked = (local, clip, precision, split)

@@ -1,10 +1,8 @@
 """A whole chunk as one batch through the module: what is frozen is one product for all clients, and
 only the layers that are trained are one for each.
 
-The samples of all clients stand one after another, [C B, ...], and the module's own code runs on
-them as on any batch. A layer with trained parameters has those of every client, [C, *shape]: its
-inputs are split by client, and its products are batched. So a chunk makes as many calls as
-one client, and what a pass costs is what the frozen layers cost on all samples. By
+The module's own code runs on the samples of all clients, [C B, ...], as on any batch; the inputs of
+a layer with trained parameters [C, *shape] are split by client, and its products are batched. By
 `experiments/benchmarks/lora.py` that is twice as fast as vmap, which folds the products of frozen
 layers too but none of what lies between them.
 

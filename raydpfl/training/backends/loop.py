@@ -1,10 +1,8 @@
 """One client after another: any module, with its own code and autograd.
 
-The parameters of a working copy of the module are views of one flat buffer. Where a step needs the
-gradient and the parameters alone it takes the gradients as autograd leaves them; for any other they
-are views of a second buffer. Convolutional nets with max-pooling keep their weights and images
-channels-last inside, which is faster there and slower where GroupNorm follows. Taps of filters that
-see padding alone are left out (`raydpfl.training.layers.tap_crop`).
+The parameters of a working copy of the module are views of one flat buffer, and the gradients of
+another, unless a step needs these two alone. Convolutional nets with max-pooling are channels-last
+inside, which is faster there and slower where GroupNorm follows.
 """
 
 import copy

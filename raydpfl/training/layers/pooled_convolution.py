@@ -1,13 +1,10 @@
 """Convolutions that are max-pooled, with the gradients of single samples by their filters.
 
-Only where a maximum was does the convolution's output have a gradient: of a 2 x 2 pooling, one
-place of four, and fewer where an activation passes none. A sample's gradient by a channel's filter
-is the sum, over its maxima, of the gradient there times the patch of the image that the output was
-taken from. Compiled code (`core/native/convolution.c`) takes the maxima image by image, so that
-the outputs never leave the cache, and keeps where their patches are; that sum for the step, or
-twice where samples are clipped, once for the norms and once, weighted by the clip factors, for the
-mean, with no sample's gradient in memory; and the gradient by the images. Every sum has an order of
-its own, as in all compiled code.
+Only where a maximum was does the convolution's output have a gradient. A sample's gradient by a
+channel's filter is the sum, over its maxima, of the gradient there times the patch of the image
+that the output was taken from. Compiled code (`core/native/convolution.c`) takes the maxima image
+by image, so that the outputs never leave the cache, and that sum for the step, or where samples are
+clipped once for the norms and once, weighted, for the mean, with no sample's gradient in memory.
 """
 
 import ctypes
