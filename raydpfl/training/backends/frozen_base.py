@@ -258,7 +258,7 @@ class OneBatch(Vmap):
         self.running.samples = len(x) * x.shape[1]
         self.running.now = named
         joined = [mask.flatten(0, 1) for mask in masks]
-        with self.autocast(), Dropout(iter(joined)) if joined else nullcontext():
+        with self.autocast(), Dropout(joined) if joined else nullcontext():
             return self.module(x.flatten(0, 1)).float()
 
     def _bounded(

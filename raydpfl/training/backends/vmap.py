@@ -60,7 +60,7 @@ class _Forward:
         try:
             for held, name, place, _ in self.places:
                 held[name] = parameters[place]
-            with Dropout(iter(masks)) if masks else nullcontext():
+            with Dropout(masks) if masks else nullcontext():
                 return self.module(x)
         finally:
             for held, name, _, own in self.places:
