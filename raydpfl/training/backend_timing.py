@@ -45,7 +45,7 @@ class Workload:
         return cls(clients, int(np.median(some)), steps * cohort * rounds)
 
 
-@dataclass
+@dataclass(eq=False)
 class StepTimes:
     """Seconds of the processor for a client's step by backend, in one thread; for the training of a
     client where it is a user-defined `train`. 0 where it raises.
