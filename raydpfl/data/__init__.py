@@ -8,12 +8,10 @@
 >>> done["samples_per_client"], done["classes_per_client"]
 ({'min': 30, 'median': 30.0, 'max': 30}, {'min': 2, 'median': 4.0, 'max': 5})
 
-A source (`sources`) gives samples, a front end may make columns of them (`features`), a partition
-(`partitions`, with `sizes`) says whose they are, some rows of each client may be held out of
-training (`validation_split`), `prepare` writes them once in client order, and `Shards` reads them
-(`shards`). Sources, features, partitions and sizes are families, a file a member. Public to the
-run: shapes, the numbers of clients, of samples per client and of classes. Everything random is
-keyed by (seed, PARTITION) or (seed, DATA, client).
+A source gives samples, a front end may make columns of them (`features`), a partition says whose
+they are, `prepare` writes them once in client order, and `Shards` reads them. Public to the run:
+shapes, the numbers of clients, of samples per client and of classes. Everything random is keyed by
+(seed, PARTITION) or (seed, DATA, client).
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,9 +45,8 @@ def parse(values: Mapping[str, Any]) -> Data:
 
 
 def catalogue(root: Path | None = None, kinds: Sequence[str] = ()) -> list[dict[str, str]]:
-    """A row per kind, or import path of a class of one's own: `kind`, `summary`, and `where` its
-    samples are (`raydpfl data list`). Without `kinds`, all that come with the project. Raises
-    `ConfigError`.
+    """A row per kind, or import path of a user's class: `kind`, `summary`, and `where` its samples
+    are; without `kinds`, all of the project's. Raises `ConfigError`.
     """
     rows = []
     for kind in kinds or FAMILY:
@@ -60,9 +57,7 @@ def catalogue(root: Path | None = None, kinds: Sequence[str] = ()) -> list[dict[
 
 
 def fetch(kind: str, root: Path | None = None) -> Path:
-    """Downloads a data set unless it is there, and returns the root that holds it (`raydpfl data
-    fetch`). Raises `ConfigError`.
-    """
+    """The root that holds a data set, downloaded unless it is there. Raises `ConfigError`."""
     path = _class(kind).fetch(data_root(root))
     if path is None:
         raise ConfigError("data.kind", kind, "one that is downloaded (see raydpfl data list)")

@@ -18,11 +18,9 @@ DELIMITERS = ",;\t|"
 
 
 class Columns(dict[str, Any]):
-    """The columns of a table by name, each a numpy array or one of Arrow.
-
-    `name`: of the table, for messages. `part`: `train` or `test`. `names`: by column of class
-    numbers, the names of its classes, where the file says them, as Hugging Face's do. `rows`: what
-    rows are called in messages, where they have names; else by their numbers, from 0.
+    """The columns of a table by name, of numpy or Arrow. For messages: `name`, of the table, and
+    `rows`, their names; `part`: train or test; `names`: of classes, by columns of their numbers,
+    where the file says them.
     """
 
     def __init__(
@@ -82,9 +80,7 @@ def _npz(path: Path, part: str) -> Columns:
 
 
 def of_table(table: pa.Table, name: str, part: str) -> Columns:
-    """The columns of a table, decimals as float64. Raises ValueError for a column that it has
-    twice.
-    """
+    """The columns of a table, decimals as float64. Raises ValueError for one that it has twice."""
     twice = [name for name in table.column_names if table.column_names.count(name) > 1]
     if twice:
         hint = " (is the first line a row?)" if twice[0].replace(".", "").isdigit() else ""

@@ -32,18 +32,9 @@ DType = Literal["auto", "float32", "int64"]
 def typed(
     x: np.ndarray, test_x: np.ndarray, names: tuple[str, ...], dtype: DType, listed: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs of training and test rows in the type that they are trained on in: images stay uint8,
-    all else is float32 or int64.
-
-    Args:
-        x, test_x: [rows, *shape], as the columns have them.
-        names: of the columns, for messages.
-        dtype: what is asked for; auto: lists and arrays of whole numbers from 0 stay such, for an
-            embedding, all else becomes float32.
-        listed: whether they are lists or arrays, and no columns of single numbers.
-
-    Raises:
-        ConfigError: on the field `data.dtype`.
+    """Inputs [rows, *shape] in the type that they are trained on in: images stay uint8, all else is
+    float32 or int64. With dtype auto, whole numbers from 0 in lists or arrays (`listed`) stay such,
+    for an embedding. Raises `ConfigError` on `data.dtype`.
     """
     arrays = (x, test_x)
     if all(array.dtype == np.uint8 and array.ndim > 3 for array in arrays):
@@ -126,10 +117,7 @@ def _array(values: np.ndarray, name: str, kind: object) -> np.ndarray:
 
 
 def _decoded(column: pa.Array | pa.ChunkedArray, name: str, called: Sequence[str]) -> np.ndarray:
-    """Uint8 [rows, channels, height, width]; grey images have one channel, all others become RGB.
-
-    Sizes are those that the images' headers say, and are checked before a pixel is decoded.
-    """
+    """Uint8 [rows, channels, height, width], grey or RGB; sizes are checked before decoding."""
     from PIL import Image
 
     def refused(expected: str) -> ConfigError:
@@ -175,9 +163,7 @@ def _decoded(column: pa.Array | pa.ChunkedArray, name: str, called: Sequence[str
 
 
 def _flaw(encoded: bytes, pixels: int) -> str:
-    """What is expected of an image, `{}`, that is too large or takes too long to decode; else
-    empty.
-    """
+    """What is expected of an image, `{}`, that is too large or slow to decode; else empty."""
     if pixels > PIXELS:
         return f"{SMALL_ENOUGH}; {{}} has {pixels:,}"
     # a progressive JPEG goes over its pixels again in every scan
@@ -187,9 +173,7 @@ def _flaw(encoded: bytes, pixels: int) -> str:
 
 
 def _check_size(column: pa.Array | pa.ChunkedArray, size: int, name: str) -> None:
-    """Raises MemoryError for images of so many bytes that no memory holds; `ConfigError` for those
-    that no camera took.
-    """
+    """Raises MemoryError for images that no memory holds, `ConfigError` for a bomb."""
     check_memory(size)
     if size > BOMB and size > RATIO * column.nbytes:
         amount = f"{size / 1e9:.1f} GB in {column.nbytes / 1e9:.4f}"

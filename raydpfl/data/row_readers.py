@@ -42,27 +42,16 @@ class RowReader:
     """Reads training rows of clients."""
 
     def rows(self, client: int, picked: np.ndarray | None) -> Rows:
-        """x [n, *shape] and y [n, *targets] of a client as they are stored, not to be written to.
-
-        Args:
-            client: which has rows.
-            picked: which of its rows, int64, ascending; None: all.
-
-        Raises:
-            OSError: the file cannot be read.
-            ConfigError: rows that are generated are wrong.
+        """x [n, *shape] and y [n, *targets] of a client as stored, not to be written to; of the
+        rows `picked`, int64, ascending, or all. Raises OSError, and `ConfigError` for generated
+        rows.
         """
         raise NotImplementedError
 
     def read(self, clients: np.ndarray, counts: np.ndarray, width: int) -> Rows | None:
-        """All rows of the clients of a chunk at once, as they are stored: x [C, width, *shape] and
-        y [C, width, *targets], after each client's own rows any values. None where `rows` has to
+        """All rows of a chunk's clients, int64 [C] (-1: none), as stored: x [C, width, *shape] and
+        y [C, width, *targets], any values after each client's `counts`. None where `rows` has to
         give them client by client. Raises as `rows`.
-
-        Args:
-            clients: int64 [C]; -1: none, without rows.
-            counts: int64 [C], the number of rows of each.
-            width: at least the largest of them.
         """
         return None
 
@@ -74,10 +63,7 @@ class RowReader:
 
 
 class ClientTable:
-    """Where the rows of clients are in `train.arrow`.
-
-    `first`, `sizes`: int64 [clients], each client's first row and number of rows, on the map.
-    """
+    """Where clients' rows are in `train.arrow`: `first` and `sizes`, int64 [clients], mapped."""
 
     def __init__(self, folder: Path):
         self._clients = ArrowFile(folder / "clients.arrow")
@@ -182,9 +168,7 @@ class FileRows(RowReader):
         return columns[0], columns[1]
 
     def _runs(self, client: int, picked: np.ndarray | None) -> list[tuple[int, int]]:
-        """Runs of rows that follow one another in the file: the first row and the number of rows of
-        each.
-        """
+        """The first row and the length of each run of rows that are consecutive in the file."""
         if picked is None and self._clients.index is None:
             return [(int(self._clients.first[client]), int(self._clients.sizes[client]))]
         rows = self._clients.rows(client, picked)
@@ -224,14 +208,7 @@ class FileRows(RowReader):
 
 
 class GeneratedRows(RowReader):
-    """Rows that their source generates whenever they are read (`Data.maker`).
-
-    Args:
-        source: of the data.
-        seed: that they were prepared with.
-        sizes: int64 [clients], rows of each client.
-        form: of the data.
-    """
+    """Rows that their source generates at every read (`Data.maker`), by the `seed` of the data."""
 
     def __init__(self, source: Data, seed: int, sizes: np.ndarray, form: Form):
         maker = source.maker(seed)

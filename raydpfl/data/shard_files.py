@@ -51,10 +51,7 @@ def _lists(rows: np.ndarray) -> pa.Array:
 
 
 class ArrowFile:
-    """An Arrow IPC file on a memory map.
-
-    `batches`: the columns of each batch, as flat read-only arrays on the map.
-    """
+    """An Arrow IPC file on a memory map; `batches`: of each its columns, flat and read-only."""
 
     def __init__(self, path: Path):
         with path.open("rb") as file:

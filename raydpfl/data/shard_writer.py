@@ -155,10 +155,7 @@ class _Counts:
 def _write(
     split: Split, held: HeldOutRows | None, config: dict, generated: int | None, folder: Path
 ) -> None:
-    """Writes the files of a prepared folder but for `digests.json`.
-
-    `generated`: the seed of rows that are generated when read; None: they are written.
-    """
+    """Writes all files but `digests.json`. `generated`: the seed of rows that are not written."""
     sizes = held.sizes if held else split.sizes
     counts = _Counts(len(sizes), 0 if split.targets else split.classes)
     if generated is None:

@@ -41,14 +41,12 @@ CACHED = 160 << 10  # pixels that are scaled at once: with their float32 they fi
 
 
 class Shards:
-    """A prepared folder, open for reading. Opening is cheap; pickling sends the path.
+    """A prepared folder, cheap to open; pickling sends the path.
 
-    `clients`: number of clients; `sizes`: int64 [clients], their training rows, on the map;
-    `shape`: of one sample; `classes` (0: numbers); `unseen`: classes without a training sample;
-    `target`: what y is; `tokens` (0: x is float32); `reader`: of the training rows. What `chunk`
-    and `decoded` return is the caller's to write to. Where x is said to be float32, it is int64
-    for tokens; where y is said to be int64, it is float32 for numbers, and has an axis more for
-    several targets.
+    `sizes`: int64 [clients], their training rows, on the map; `shape`: of a sample; `classes` (0:
+    numbers); `unseen`: those without a training sample; `target`: what y is; `tokens` (0: x is
+    float32). What `chunk` and `decoded` give is the caller's to write to: x is float32, or int64
+    tokens; y int64, or float32 numbers, with an axis more for several targets.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]):
@@ -123,11 +121,8 @@ class Shards:
         return np.array(rows)
 
     def client_batch(self, clients: range, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rows that some clients are scored by, one client's after another's, for training.
-
-        Args:
-            clients: one after another.
-            first: the place of their first row among the rows of all clients.
+        """The rows that some consecutive clients are scored by, for training; `first`: the place of
+        their first row among those of all clients.
         """
         rows = self.client_rows[clients.start : clients.stop]
         if "validation" not in self._sets:
@@ -213,9 +208,7 @@ class Shards:
         self.reader.prefetch(some[self.sizes[some] <= rows])
 
     def stored_batches(self, name: str, batch: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The rows of `test` or `validation` as they are stored, on the map, `batch` at a time: for
-        `decoded`.
-        """
+        """The `test` or `validation` rows as stored, `batch` at a time, for `decoded`."""
         return [
             (x[start : start + batch], y[start : start + batch])
             for x, y in self._rows(name)
@@ -229,29 +222,21 @@ class Shards:
         return scaled, y.copy()
 
     def release(self) -> None:
-        """Gives the mapped pages of large files back, so that this process holds no more memory
-        than it works with.
-        """
+        """Gives the mapped pages of large files back."""
         for file in self._sets.values():
             file.release()
         self.reader.release()
 
     def class_counts(self) -> np.ndarray:
-        """Training samples of each class and client, int64 [clients, classes]; no columns where
-        samples have not one class each.
-        """
+        """Training samples, int64 [clients, classes]; no columns where none has one class."""
         counts = np.zeros((self.clients, 0 if self.target.shape else self.classes), np.int64)
         for client in np.flatnonzero(self.sizes).tolist() if counts.shape[1] else ():
             counts[client] = np.bincount(self.reader.rows(client, None)[1], minlength=self.classes)
         return counts
 
     def describe(self) -> dict:
-        """The clients' data in numbers: clients, training samples, test samples, unused samples,
-        validation samples if any, distinct training samples if clients share them; and per client
-        (min, median, max) training samples, classes, and the share of these samples that are of its
-        commonest class. The names of classes, or of targets, where they have any.
-
-        For regression no classes; and `optimum` where the least loss on the test set that a linear
-        model can reach is known.
+        """The clients' data in numbers, in all and per client (min, median, max), and names of
+        classes or targets; for regression no classes, and `optimum`, the least test loss of a
+        linear model, where it is known.
         """
         return dict(self._description)

@@ -159,9 +159,8 @@ class Suggestion:
         return split
 
     def _rate(self, split: Split) -> float:
-        """A learning rate with which a linear model does not diverge: a step of less than 2 / L,
-        where the squared error of a row x has curvature 2 (|x|^2 + 1), and so has no batch more
-        than L.
+        """A learning rate with which a linear model does not diverge: below 2 / L, as the squared
+        error of a row x has curvature 2 (|x|^2 + 1).
         """
         if split.tokens or len(split.shape) > 2:  # images are scaled
             return LR

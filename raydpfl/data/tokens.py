@@ -8,9 +8,8 @@ array([[1, 2, 3, 1],
 >>> encoder.size
 4
 
-0 stands behind the end of a text, 1 for a token that the vocabulary lacks, and 2, 3, ... for its
-tokens in their order. A tokenizer that gives ids has its own from 1 on, below the number that
-`vocabulary` is; 0 stands behind the end there too, and no token is unknown.
+0 stands behind the end of a text, 1 for a token that the vocabulary lacks, 2, 3, ... for its tokens
+in their order. A tokenizer that gives ids has its own from 1 on, below `vocabulary`.
 """
 
 import re
@@ -51,14 +50,9 @@ TOKENIZERS: dict[str, Callable[[str], Sequence[Any]]] = {"words": words, "charac
 
 @dataclass(frozen=True)
 class Encoder:
-    """What makes token ids of texts.
-
-    Args:
-        tokenizer: a name of `TOKENIZERS`, or the import path of a function that gives the tokens of
-            a text: str, or int ids.
-        vocabulary: the tokens in the order of their ids; or how many ids there are, for a tokenizer
-            that gives them.
-        length: how many tokens of a text are taken, the first ones.
+    """What makes token ids of texts, the first `length` of each: by a name of `TOKENIZERS` or the
+    import path of a function that gives tokens (str) or ids, and by a `vocabulary` of tokens in the
+    order of their ids, or the number of ids.
     """
 
     tokenizer: str
@@ -85,9 +79,7 @@ class Encoder:
         return ids >= (1 if self._gives_ids else FIRST)
 
     def code(self) -> str | None:
-        """The digest of the file that a user's tokenizer is in; None: it comes with the project, or
-        is in no file.
-        """
+        """The digest of a user's tokenizer's file; None: the project's, or in no file."""
         source = getattr(sys.modules.get(self._split.__module__), "__file__", None)
         return digest(Path(source)) if source and self.tokenizer not in TOKENIZERS else None
 
@@ -129,9 +121,7 @@ class Encoder:
         raise ConfigError("data.tokenizer", self.tokenizer, expected)
 
     def counted(self, texts: Sequence[str]) -> dict[str, int]:
-        """What becomes of the tokens of some texts: how many there are, how many are unknown, how
-        many stand behind `length`; the texts without any; and how many ids occur.
-        """
+        """Counts of texts and tokens, by what becomes of them; for `raydpfl data describe`."""
         rows = [np.array(tokens, np.int64) for tokens in self.whole(texts)]
         whole = np.concatenate([*rows, np.zeros(0, np.int64)])
         unknown = 0 if self._gives_ids else int((whole == UNKNOWN).sum())
@@ -147,9 +137,7 @@ class Encoder:
 
 
 def of_file(name: str, root: Path | None) -> tuple[str, ...]:
-    """The vocabulary in the file `name`, a token a line; a last empty line is no token. Raises
-    `ConfigError`.
-    """
+    """The tokens in the file `name`, one a line. Raises `ConfigError`."""
     path = find_file("data.vocabulary", name, root)
     try:
         text = read_text(path)
@@ -162,9 +150,7 @@ def of_file(name: str, root: Path | None) -> tuple[str, ...]:
 
 
 def check(vocabulary: Sequence[str], named: object) -> None:
-    """Raises `ConfigError` for one that is empty or has a token twice. `named`: what it is called
-    in the config.
-    """
+    """Raises `ConfigError` for an empty one, or a token twice; `named`: its name in the config."""
     counts = Counter(vocabulary)
     most = max(counts, key=counts.__getitem__, default="")
     if not most or "" in counts or counts[most] > 1 or len(counts) > LARGEST:

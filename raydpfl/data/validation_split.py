@@ -27,11 +27,8 @@ FIELD = "evaluate.validation"
 
 @dataclass(frozen=True)
 class HeldOutRows:
-    """Which rows of a split are not trained on.
-
-    `sizes`: int64 [clients], the rows that are left to each. `rows(first, last)`: for the rows of
-    clients first to last - 1, client after client, bool [rows] each: those that are held out, and
-    of these those that are scored.
+    """Which rows are not trained on. `sizes`: int64 [clients], the rows left. `rows(first, last)`:
+    of clients first to last - 1, those held out and those scored, bool [rows] each.
     """
 
     sizes: np.ndarray
@@ -49,16 +46,8 @@ def counts(sizes: np.ndarray, share: float) -> np.ndarray:
 def held_out(
     split: Split, share: float | Mapping[str, float], seed: int, overlaps: bool
 ) -> HeldOutRows:
-    """The rows that a share in (0, 1) of every client's own comes to, or `{"clients": share}`.
-
-    Args:
-        split: all rows.
-        share: of the rows, or of the clients.
-        seed: of the experiment.
-        overlaps: whether one sample may be held by several clients.
-
-    Raises:
-        ConfigError: where no row is held out, or nothing says which rows are one sample.
+    """The rows of a share in (0, 1) of every client's own, or of `{"clients": share}`; `overlaps`:
+    clients may share samples. Raises `ConfigError` for none, or unknown samples.
     """
     part = share["clients"] if isinstance(share, Mapping) else share
     if overlaps and split.samples is None:
@@ -92,9 +81,7 @@ def _stored(
 
 
 def _scored(samples: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Of rows that are held out those that are scored, bool [rows]: of samples that nobody trains
-    on, the first row.
-    """
+    """Of rows `held` out those scored, bool [rows]: of samples not trained on, the first row."""
     scored = np.zeros(len(samples), bool)
     scored[np.flatnonzero(held)[np.unique(samples[held], return_index=True)[1]]] = True
     return scored & ~np.isin(samples, samples[~held])

@@ -30,10 +30,9 @@ SIZES = [6, 5, 3]  # rows of the three clients
 def mismatch(
     module: nn.Module, local: Local, form: Form, backend: str, clip: float | None
 ) -> str | None:
-    """Why `backend` cannot train `module`, or None: its first steps against the loop's.
-
-    With `clip` the rows, and so their gradients, are of different norms, and the bound is such that
-    half of them are clipped. Each client is to take the loop's steps on one attempt's rows.
+    """Why `backend` cannot train `module`, or None: its first steps against the loop's, each
+    client's on one attempt's rows. With `clip` the bound is such that half of the rows, which
+    differ in norm, are clipped.
     """
     uncertain = ROUNDING / TOLERANCE * models.trained(module).norm()
     errors = torch.full((len(SIZES),), torch.inf)
@@ -70,9 +69,7 @@ class FirstSteps:
         self._reference: dict[bool, tuple[float | None, dict[str, Any], torch.Tensor]] = {}
 
     def by(self, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """By `backend` and by the loop, float32 [3, d] each. Raises whatever the backend does with
-        a module that it cannot train.
-        """
+        """By `backend` and by the loop, float32 [3, d] each. Raises whatever the backend does."""
         module = copy.deepcopy(self.module)
         # for single samples a dropout layer draws other numbers than in the loop
         by_sample = self.clip is not None and backend != REFERENCE
@@ -104,9 +101,7 @@ class FirstSteps:
         return torch.cat([block.updates for block in chunk])
 
     def _rows(self, module: nn.Module) -> tuple[float | None, dict[str, Any]]:
-        """The bound on samples' gradients; x [3, 6, *shape], y [3, 6, *target], corrections and
-        initial parameters, float32 [3, D], or None for none.
-        """
+        """The bound; x [3, 6, ...], y, corrections and initial parameters, [3, D] or None."""
         form, clip = self.form, self.clip
         generator = stream(self.seed, Purpose.DATA)
         x = form.inputs(18, generator).view(3, 6, *form.shape)
@@ -142,9 +137,7 @@ class FirstSteps:
 
 
 def _without_zeros(module: nn.Module) -> nn.Module:
-    """A copy whose trained matrices are not 0, as that of an adapter is: behind it no gradient
-    would show.
-    """
+    """A copy whose trained matrices are not 0: behind one no gradient would show."""
     module = copy.deepcopy(module)
     generator = stream(0, Purpose.MODEL)
     with torch.no_grad():

@@ -1,10 +1,8 @@
 """Which backend trains a model.
 
-The backends that suit a model have an order (`_suited`). The first steps of each, on made-up rows,
-are compared with the loop's; one that fails or differs is left out, and the log says why. A run of
-less than `WORTH` seconds takes the first that is left. For a longer one the steps of all that are
-left are timed, and the fastest is taken: another than the first where it takes a tenth less. On a
-GPU, and where compiled code fits, the order decides.
+The backends that suit a model (`_suited`) are compared with the loop on made-up rows; the log says
+why one is left out. A run of less than `WORTH` seconds takes the first that is left, a longer one
+the fastest, unless it saves less than a tenth. On a GPU, and for compiled code, the order decides.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 >>> form = Form((1, 28, 28), Target(classes=10), Classification())
@@ -61,21 +59,9 @@ def choose_backend(
     precision: Precision = "float32",
     times: StepTimes | None = None,
 ) -> str:
-    """The backend to train `module` on samples of this form.
-
-    Args:
-        module: the model; it stays as it is.
-        local: the local rule.
-        form: of a sample.
-        backend: "auto", or the name of one.
-        clip: the bound on every sample's gradient, if any.
-        gpu: whether training is on a GPU.
-        precision: of products.
-        times: what times the backends; None: the order decides.
-
-    Raises:
-        ConfigError: a rule, a loss or a module that cannot be trained as asked, or a backend that
-            does not fit.
+    """The backend, or the given one, to train `module` on samples of this form; `times` what times
+    them (None: the order decides). Raises `ConfigError` for a rule, loss or module that cannot be
+    trained as asked, or a backend that does not fit.
     """
     if gpu and backend == "compiled":
         expected = "auto, or another backend; compiled code is for the CPU"
@@ -109,9 +95,7 @@ def choose_backend(
 def _fit(
     candidates: list[str], differs: Callable[..., str | None], times: StepTimes | None
 ) -> tuple[list[str], dict[str, str]]:
-    """The first of the candidates that fits, and with `times` all others where the run is worth it;
-    and why those that were tried do not fit.
-    """
+    """The candidates that fit, the first alone for a short run; and why others do not fit."""
     fit: list[str] = []
     unlike = {}
     for name, following in pairwise([*candidates, ""]):

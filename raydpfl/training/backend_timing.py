@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -45,30 +45,24 @@ class Workload:
         return cls(clients, int(np.median(some)), steps * cohort * rounds)
 
 
+@dataclass(eq=False)
 class StepTimes:
     """Seconds of the processor for a client's step by backend, in one thread; for the training of a
     client where it is a user-defined `train`. 0 where it raises.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        local: Local,
-        form: Form,
-        clip: float | None,
-        precision: Precision,
-        work: Workload,
-    ):
-        self.module = module
-        self.steps = 1 if local.trains else STEPS
-        self.local = local
-        if not local.trains:
-            self.local = local.model_copy(update={"steps": STEPS, "epochs": None})
-        self.form = form
-        self.clip = clip
-        self.precision = precision
-        self.work = work
-        self._known: dict[str, float] = {}
+    module: nn.Module
+    local: Local
+    form: Form
+    clip: float | None
+    precision: Precision
+    work: Workload
+    _known: dict[str, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = 1 if self.local.trains else STEPS
+        if not self.local.trains:
+            self.local = self.local.model_copy(update={"steps": STEPS, "epochs": None})
 
     @cached_property
     def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:

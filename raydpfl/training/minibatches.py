@@ -87,11 +87,8 @@ def picked(
     index: np.ndarray, batch_sizes: np.ndarray, sizes: np.ndarray, local: Local
 ) -> tuple[list[np.ndarray | None], np.ndarray]:
     """(the rows of every client that its batches take, int64, ascending; `index` with their places
-    among these in place of the rows).
-
-    A client that could use all of its rows (`Local.rows_used`) keeps them, whatever this round
-    takes: None, and its part of `index` as it is. So what a client of millions of rows costs is
-    what it trains on.
+    among these). Of a client that could use all of its rows (`Local.rows_used`) None, and its part
+    of `index`: so a client of millions of rows costs what it trains on.
     """
     rows: list[np.ndarray | None] = [None] * len(sizes)
     places = index.copy()

@@ -13,9 +13,7 @@ KEEP = 1 << 30  # bytes
 
 
 def single_thread() -> None:
-    """One thread for torch's operations: a client's bits depend on their number, and more than one
-    loses to a busy neighbour.
-    """
+    """One thread for torch's operations: a client's bits depend on their number."""
     torch.set_num_threads(1)
 
 
@@ -24,9 +22,7 @@ os.register_at_fork(after_in_child=single_thread)
 
 
 def tune_allocator() -> None:
-    """Lets glibc keep the memory of freed tensors, up to `KEEP`, rather than give it back and fault
-    it in again at every step. Does nothing where the C library is another.
-    """
+    """Lets glibc keep freed memory, up to `KEEP`, rather than fault it in again at every step."""
     library = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(library, "mallopt"):
         library.mallopt(M_MMAP_THRESHOLD, KEEP)

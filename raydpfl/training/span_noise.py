@@ -62,9 +62,7 @@ NEAR = 1e-6  # squared share of a row outside of the span of the others
 
 
 def spanned_pays(n: int, p: int, outputs: int, bias: bool, steps: int, batch: int) -> bool:
-    """Whether steps on batches of so many of n rows, of p numbers, and their noise take less time
-    in the span of the rows than by the weights; `span_pays` of step_noise.c.
-    """
+    """Whether steps in the span of the n rows are faster than by the weights; `span_pays` in C."""
     numbers = outputs * (p + bias)
     products = n * n * (p + bias) // 2
     weights = steps * numbers * (2 * batch + MEMORY + NORMAL)
@@ -81,9 +79,7 @@ def responses(linear: LinearRule, lr: float, steps: int) -> tuple[list[float], l
     """
 
     def run(start: float, w: float, v: float, steps: int) -> list[float]:
-        """A number w that stands for the weights' part along W_0, of which the start has `start`,
-        or along a gradient, which it lacks.
-        """
+        """A number w for the weights' part along W_0, `start` at first, or along a gradient."""
         seen = [w]
         for _ in range(steps):
             v = linear.momentum * v + linear.decay * w + linear.proximal * (w - start)
@@ -92,9 +88,7 @@ def responses(linear: LinearRule, lr: float, steps: int) -> tuple[list[float], l
         return seen
 
     def single(number: float) -> float:
-        """Infinite where float32 would be: torch raises for a factor that overflows, and a client
-        that diverged is to show it.
-        """
+        """Infinite where float32 would be, so that a client that diverged shows it."""
         return number if abs(number) < 3e38 else math.inf
 
     if linear.plain:

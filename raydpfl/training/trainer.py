@@ -42,16 +42,13 @@ class Trainer:
     """Trains chunks of clients by one backend (`resolve`); the module is never changed.
 
     `clip` is the bound on the L2 norm of one sample's gradient. `user_defined`: code of the user
-    takes part; its draws from the generators of the process are then keyed by the client. Raises
-    `ConfigError` for a backend that cannot do what `local`, `clip` or `precision` need. Call
-    `single_thread` first: a number of threads that changes would change bits.
+    takes part, whose draws are then keyed by the client. Raises `ConfigError` for a backend that
+    cannot do what is asked. Call `single_thread` first: bits depend on the number of threads.
 
     `chunk` gives the clients of a chunk, in its order, in blocks
     (`raydpfl.training.backends.base.Block`): of one client where the backend trains one by one,
-    each trained when its block is asked for; else of as many as lie in the cache. A client's bits
-    depend on its rows, key and slot, the shapes C and n and the steps of the chunk's clients
-    (`planned`), not on what else is in the other slots. One without rows has an update of zeros and
-    the loss NaN; a diverged update comes back as it is. Its arguments:
+    each trained when its block is asked for; else of as many as lie in the cache. A client without
+    rows has an update of zeros and the loss NaN; a diverged update comes back as it is. Arguments:
 
         parameters: the model, float32 [D], all that is trained.
         x: [C, n, *shape], float32, or integers for a module that takes int64; rows from sizes[i] on
@@ -64,16 +61,13 @@ class Trainer:
         stds: float64 [C], of the Gaussian noise on the mean gradient of every step, in each
             coordinate; needs `clip`.
         corrections: float32 [C, D], added to every gradient after that.
-        starts: where every client starts, if not at `parameters`; what it has trained to is written
-            into it by the time that its block is yielded.
+        starts: where every client starts and ends, if not at `parameters`.
         drawn: the batches, as `batches` gives them, and `Local.step_counts`, where x holds other
             rows than all of a client's in their order (`picked`); else they are drawn.
         planned: int64 [C], the steps of all clients of the chunk, where some of them do not train
-            here (-1 among `clients`): a client's bits may depend on them, as slots that have made
-            their steps take no part in later ones. None: as if these made as many as any.
-        clipped: float64 [C], into which is written, by the time that a slot's block is yielded, the
-            share of its (sample, step) pairs whose gradient was longer than `clip` (one that is not
-            finite is not). NaN for a slot without rows, and for all where nothing is clipped.
+            here (-1 among `clients`), as bits may depend on them; None: as many as any makes.
+        clipped: float64 [C], filled with the share of a slot's (sample, step) pairs whose gradient
+            was longer than `clip`; NaN for a slot without rows, and where nothing is clipped.
         into: where the updates are added up in place of being yielded, where the backend `threads`,
             every client has rows, and none local parameters.
 
@@ -197,9 +191,7 @@ class Trainer:
         chunk: ChunkData,
         named: Callable[[int], dict[str, int]],
     ) -> Iterator[Block]:
-        """The blocks of the backend. What user-defined code draws in it is keyed: by the client
-        (`named`), or by the round where a chunk is trained at once.
-        """
+        """The backend's blocks; a user's draws are keyed by client (`named`), or by round."""
         if not chunk.slots:
             return
         blocks = self._backend.run(parameters, chunk)

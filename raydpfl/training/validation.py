@@ -20,10 +20,8 @@ CLOSE = 1e-4  # relative: rounding gives less than 1e-6 on the few numbers that 
 
 
 def drawn_from(module: nn.Module, form: Form) -> str | None:
-    """The generator of the process, other than torch's, that a module in training draws from.
-
-    None where it draws from none. Other threads of the process may draw from them too at any time,
-    so only what is seen in each of a few tries is the module's.
+    """The generator, other than torch's, that a module in training draws from, or None: seen in
+    each of a few tries, as other threads may draw too.
     """
     first = _drawn_once(module, form)
     same = all(first and _drawn_once(module, form) == first for _ in range(2))
@@ -48,9 +46,7 @@ def _inputs(form: Form) -> torch.Tensor:
 
 
 def check_loss(module: nn.Module, form: Form) -> None:
-    """Raises `ConfigError` for a loss of the task that does not fit what the module gives, is not a
-    number for every sample, or mixes samples.
-    """
+    """Raises `ConfigError` for a loss that does not fit the outputs, or mixes samples."""
     task = form.task
     generator = prng.stream(0, prng.Purpose.DATA)
     inputs = form.inputs(4, generator)
@@ -79,9 +75,7 @@ def check_loss(module: nn.Module, form: Form) -> None:
 
 
 def check_no_mixing(module: nn.Module, form: Form) -> None:
-    """Raises `ConfigError` for a module in which one sample's gradient depends on the others by
-    another path than the noisy parameters.
-    """
+    """Raises `ConfigError` for a module that mixes the samples of a batch."""
     for name, layer in module.named_modules():
         kind = type(layer).__name__
         if isinstance(layer, _BatchNorm) and not models.is_still(layer):
@@ -110,9 +104,8 @@ def _mixes(module: nn.Module, reason: str) -> ConfigError:
 
 
 def check_rule(local: Local) -> None:
-    """Raises `ConfigError` for a learning rate that depends on more than the round, and for a
-    user-defined rule that raises, changes its arguments, or whose step for several clients is not
-    that for each of them. What a `train` does shows when it trains.
+    """Raises `ConfigError` for a learning rate that depends on more than the round, and a user's
+    step that raises, changes its arguments, or mixes clients. What a `train` does shows later.
     """
     rates = [local.learning_rate(t) for t in (0, 1, 2, 0, 1, 2)]
     if rates[:3] != rates[3:]:

@@ -12,9 +12,8 @@ dimensions need 2 columns, centred at the rows' mean:
 >>> columns.shape, bool(np.allclose(np.linalg.norm(columns, axis=1), 1))
 ((12, 2), True)
 
-What a front end learns from the training rows is a query of them that no accountant counts: it is
-listed among the exclusions of the run's guarantee. Components from a file and the weights of a
-pretrained net are taken to come from public data, and cost nothing; nor do random filters.
+What is learnt from the training rows is a query that no accountant counts, and listed among the
+exclusions of the run's guarantee. Components from a file and pretrained weights count as public.
 """
 
 from raydpfl.config.registry import family

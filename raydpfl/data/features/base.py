@@ -29,22 +29,14 @@ class Features(Member):
         return []
 
     def columns(self, x: np.ndarray, test_x: np.ndarray, root: Path | None) -> Rows:
-        """The training and the test rows (uint8 or float32 [rows, *shape]) as float32 [rows, k].
-        Raises `ConfigError`.
-        """
+        """Both as float32 [rows, k], from uint8 or float32 [rows, *shape]. Raises `ConfigError`."""
         raise NotImplementedError
 
     def columns_without(
         self, x: np.ndarray, test_x: np.ndarray, held: np.ndarray, root: Path | None
     ) -> Rows:
-        """As `columns`, of which nothing is learnt from training rows that are held out: they are
-        given with the test rows.
-
-        Args:
-            x: the training rows.
-            test_x: the test rows.
-            held: int64, the training rows that are held out.
-            root: the folder of data sets.
+        """As `columns`, but the training rows `held`, int64, are given with the test rows, so that
+        nothing is learnt from them.
         """
         if not self.learns:
             return self.columns(x, test_x, root)
@@ -62,13 +54,8 @@ class Features(Member):
 def kept(
     about: Sequence[Any], images: np.ndarray, extract: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray:
-    """What `extract` makes of images or rows, from the cache where it is there as it was computed:
-    once, for all partitions and seeds.
-
-    Args:
-        about: what else the columns depend on, in types whose `repr` says all of it.
-        images: uint8 or float32 [rows, ...].
-        extract: gives an array.
+    """What `extract` makes of images or rows, uint8 or float32 [rows, ...], from the cache where it
+    is there. `about`: what else it depends on, in types whose `repr` says all of it.
     """
     pixels = hashlib.sha256(np.ascontiguousarray(images).data).hexdigest()
     name = hashlib.sha256(repr([*about, images.shape, pixels]).encode()).hexdigest()

@@ -13,19 +13,17 @@ from raydpfl.storage.files import file_identity, find_file
 
 
 class Pca(Features):
-    """A projection of centred rows on `components` principal components (002 sec. VI: 60), images
-    being scaled to [0, 1] first.
+    """A projection of centred rows on principal components (002 sec. VI: 60), images in [0, 1].
 
-    Mean and components are those of the training rows; or public, from `file`: an NPZ with `mean`
-    [p] and `components` [k, p], k at least `components`, as `principal_components` gives them and
-    scikit-learn's PCA names them (p numbers to a sample).
+    A file has `mean` [p] and `components` [k, p], for p numbers to a sample, as
+    `principal_components` gives them and scikit-learn's PCA names them.
     """
 
     named: ClassVar[frozenset[str]] = frozenset({"file"})
 
     kind: str = "pca"
-    components: int = Field(default=60, ge=1)
-    file: str | None = None
+    components: int = Field(default=60, ge=1, description="that are taken, the first ones")
+    file: str | None = Field(default=None, description="an NPZ of public ones; None: learnt")
 
     @property
     def exclusions(self) -> tuple[str, ...]:
@@ -76,10 +74,7 @@ class Pca(Features):
 
 def principal_components(x: np.ndarray, components: int) -> tuple[np.ndarray, np.ndarray]:
     """Mean [p] and principal components [components, p] of rows x [n, *shape], float64; uint8 is
-    scaled to [0, 1].
-
-    Of public rows, they are what `Pca.file` reads: `np.savez("public.npz", mean=mean,
-    components=axes)`.
+    scaled to [0, 1]. `np.savez("public.npz", mean=mean, components=axes)` writes a `Pca.file`.
     """
     mean = x.reshape(len(x), -1).mean(0, dtype=np.float64) / _levels(x)
     covariance = sum((part.T @ part).astype(np.float64) for part in _centred(x, mean))

@@ -15,25 +15,23 @@ CONTRAST = 10 / 255  # added to a patch's standard deviation, so that flat ones 
 
 
 class RandomFilters(Features):
-    """How well the patches of an image agree with `filters` random ones, averaged over the `pool` x
-    `pool` parts of the image; images only (after Coates, Lee, Ng 2011, who learn the filters and
-    compare with random ones).
+    """How well the patches of an image agree with random ones, averaged over its parts; images only
+    (after Coates, Lee, Ng 2011, who learn the filters and compare with random ones).
 
-    A filter has normal numbers of mean 0 and norm 1, and agrees with a patch of `size` x `size`
-    pixels by their product over the patch's standard deviation plus 10/255. The positive and the
-    negative part are averaged separately: 2 x `filters` x `pool`^2 columns, 512 by default. They
-    depend on `seed` alone, and so cost no privacy. A stand-in for features of a pretrained net
-    where none can be had: with 15,000 images of CIFAR-10 softmax regression on top reaches 58 %, on
-    512 principal components 38 % (001 prints 86 % for ImageNet's ResNet-18 and all images).
+    A filter has normal numbers of mean 0 and norm 1, and agrees with a patch by their product over
+    the patch's standard deviation plus 10/255. Positive and negative parts are averaged separately:
+    2 x `filters` x `pool`^2 columns. They depend on `seed` alone, and so cost no privacy. With
+    15,000 images of CIFAR-10 softmax regression on top reaches 58 %, on 512 principal components
+    38 % (001 prints 86 % for ImageNet's ResNet-18 and all images).
     """
 
     learns: ClassVar[bool] = False
 
     kind: str = "random_filters"
-    filters: int = Field(default=64, ge=1, le=1 << 16)
-    size: int = Field(default=6, ge=2)
-    pool: int = Field(default=2, ge=1)
-    seed: int = Field(default=0, ge=0, lt=1 << 64)
+    filters: int = Field(default=64, ge=1, le=1 << 16, description="how many there are")
+    size: int = Field(default=6, ge=2, description="pixels of a filter, high and wide")
+    pool: int = Field(default=2, ge=1, description="parts of the image, down and across")
+    seed: int = Field(default=0, ge=0, lt=1 << 64, description="of the filters")
 
     def columns(self, x: np.ndarray, test_x: np.ndarray, root: Path | None) -> Rows:
         if x.dtype != np.uint8 or x.ndim != 4:

@@ -24,22 +24,19 @@ class ResNet18Features(Features):
     """The 512 averaged outputs of a frozen ResNet-18 without its last layer (003 sec. VI; Tramer
     and Boneh 2021), images only.
 
-    `weights`: `imagenet` (torchvision's IMAGENET1K_V1, downloaded by torchvision once), or a file
-    with a state dict of torchvision's `resnet18`, as `torch.save` writes it; its last layer may be
-    missing and is not used. Images are made ready as these weights ask: grey repeated to 3
-    channels, the shorter side resized to `resize`, the middle `crop` x `crop` cut out, ImageNet's
-    mean and standard deviation. The table is kept in the cache by the digests of weights and
-    images, and by the GPU where one extracts it, so it is extracted once for all partitions and
-    seeds.
+    `imagenet` is torchvision's IMAGENET1K_V1, downloaded once; a file is as `torch.save` writes the
+    state of torchvision's `resnet18`, whose last layer may be missing. Images are made ready as
+    ImageNet's: 3 channels, resized, cut, normalised. The table is cached by the digests of weights
+    and images, and by the GPU where one extracts it.
     """
 
     named: ClassVar[frozenset[str]] = frozenset({"weights"})
     learns: ClassVar[bool] = False
 
     kind: str = "resnet18"
-    weights: str = "imagenet"
-    resize: int = Field(default=256, ge=32)
-    crop: int = Field(default=224, ge=32)
+    weights: str = Field(default="imagenet", description="imagenet, or a file of a state dict")
+    resize: int = Field(default=256, ge=32, description="pixels of the shorter side")
+    crop: int = Field(default=224, ge=32, description="pixels, high and wide, of the middle cut")
 
     @model_validator(mode="after")
     def _fits(self) -> ResNet18Features:
@@ -77,9 +74,7 @@ class ResNet18Features(Features):
         return kept(about, x, extract), kept(about, test_x, extract)
 
     def _net(self, root: Path | None) -> nn.Module:
-        """torchvision's resnet18 with these weights and nothing for its last layer, to be used as
-        it is.
-        """
+        """torchvision's resnet18 with these weights, and nothing for its last layer."""
         import torch
         from torchvision.models import resnet18
 

@@ -47,20 +47,9 @@ class Partition(Member):
         sizes: Sizes,
         generator: np.random.Generator,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`assign`, by the column that it goes by.
-
-        Args:
-            y: classes, int64 [n], or for regression targets, float32 [n].
-            owners: the client of each row, int64 [n], where the data tell.
-            clients: how many are asked for.
-            sizes: of the clients.
-            generator: keyed by the seed.
-
-        Returns:
-            What `assign` does.
-
-        Raises:
-            ConfigError: where there is no such column, or the clients do not agree with it.
+        """`assign` by the column that it goes by: classes int64 or targets float32 `y` [n], or
+        `owners`, the client of each row, int64 [n]. Raises `ConfigError` without such a column, or
+        for other `clients` than it has.
         """
         if self.by == "client":
             if owners is None:

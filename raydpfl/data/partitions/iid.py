@@ -23,12 +23,10 @@ class Iid(Partition):
 
 
 class Similarity(Partition):
-    """`s` percent of each client's samples drawn iid, the rest a stretch of what remains sorted by
-    label (003 sec. VI: 100, 70, 30, 0).
-    """
+    """A part of each client's samples iid, the rest a stretch of those left, by label (003)."""
 
     kind: str = "similarity"
-    s: float = Field(ge=0, le=100)
+    s: float = Field(ge=0, le=100, description="percent of samples that are drawn iid")
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"s": 0}, {"s": 70}, {"s": 100})
 
     def assign(

@@ -33,16 +33,8 @@ class LabelMixture(Partition):
     def table(
         self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: np.random.Generator
     ) -> np.ndarray:
-        """How many samples of each class each client has, int64 [clients, classes].
-
-        Args:
-            counts: samples of each client, int64 [clients].
-            supply: samples of each class, int64 [classes].
-            sizes: the kind of `data.sizes`, for messages.
-            generator: keyed by the seed.
-
-        Raises:
-            ConfigError: the data cannot give such mixtures.
+        """Samples of each class and client, int64 [clients, classes], for the clients' `counts` and
+        the classes' `supply`, int64; `sizes`: the kind, for messages. Raises `ConfigError`.
         """
         raise NotImplementedError
 
@@ -69,16 +61,14 @@ class Dirichlet(LabelMixture):
 
 
 class DominantLabels(LabelMixture):
-    """A `share` of each client's samples from `classes` dominant classes, evenly, the rest evenly
-    from all others.
-
-    000 sec. 2.2: of 500 samples, 2 classes with 230 each and 8 with about 5 each, a share of 0.92.
-    Each class is dominant for a number of clients in proportion to its samples.
+    """A share of each client's samples from dominant classes, evenly, the rest evenly from all
+    others (000 sec. 2.2: 2 with 230 of 500 samples each, 8 with about 5, a share of 0.92). Each
+    class is dominant for clients in proportion to its samples.
     """
 
     kind: str = "dominant-labels"
-    classes: int = Field(default=2, ge=1)
-    share: float = Field(default=0.92, gt=0, le=1)
+    classes: int = Field(default=2, ge=1, description="dominant classes of a client")
+    share: float = Field(default=0.92, gt=0, le=1, description="of its samples that are theirs")
 
     def table(
         self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: np.random.Generator
@@ -97,12 +87,10 @@ class DominantLabels(LabelMixture):
 
 
 class ClassesPerClient(LabelMixture):
-    """Every client holds samples of exactly `k` classes (002 sec. VI, with 7), each class held by
-    clients in proportion to its samples.
-    """
+    """Samples of exactly k classes each (002 sec. VI), by class in proportion to its samples."""
 
     kind: str = "classes-per-client"
-    k: int = Field(default=7, ge=1)
+    k: int = Field(default=7, ge=1, description="classes of a client")
 
     def table(
         self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: np.random.Generator
@@ -129,9 +117,7 @@ class ClassesPerClient(LabelMixture):
 def choose_classes(
     clients: int, k: int, supply: np.ndarray, generator: np.random.Generator, least: int
 ) -> np.ndarray:
-    """Bool [clients, classes], `k` true in each row, each class true for clients in proportion to
-    its supply, and for `least` at least.
-    """
+    """Bool [clients, classes], `k` true in each row, by class in proportion to its supply."""
     classes = len(supply)
     left = least + apportion(
         clients * k - classes * least, supply * 1.0, np.full(classes, clients - least)
@@ -151,10 +137,8 @@ def choose_classes(
 
 
 def fit(mixture: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray | None:
-    """Whole counts [clients, classes] with these row and column sums, near `mixture` and 0 where it
-    is; None if there are none.
-
-    Where proportional fitting converges, no count is further than 1 from the fitted real number.
+    """Whole counts [clients, classes] with these row and column sums, near `mixture`, to 1 where
+    proportional fitting converges, and 0 where it is; None if there are none.
     """
     real = _fitted(mixture, rows, columns)
     whole = np.floor(real).astype(np.int64)
@@ -174,9 +158,7 @@ def fit(mixture: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarra
 
 
 def _fitted(mixture: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Float64 [clients, classes]: `mixture` fitted in proportion to these row and column sums, none
-    of which it exceeds.
-    """
+    """`mixture` fitted to these row and column sums, none of which it exceeds, in float64."""
     real = mixture.astype(np.float64)
     for _ in range(1000):
         sums = real.sum(0)

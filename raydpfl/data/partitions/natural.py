@@ -13,17 +13,14 @@ from raydpfl.errors import ConfigError
 
 
 class Natural(Partition):
-    """The column of a table that `data.client` names is the client; clients are numbered in the
-    order of its sorted values. Those with fewer than `least` rows are left out, and of those with
-    more than `most` as many rows are drawn.
-    """
+    """By the column that `data.client` names, clients in the order of its sorted values."""
 
     sized: ClassVar[bool] = False
     by: ClassVar[Literal["label", "client", "row"]] = "client"
     newer: ClassVar[frozenset[str]] = frozenset({"least", "most"})
     kind: str = "natural"
-    least: int = Field(default=1, ge=1)
-    most: int | None = Field(default=None, ge=1)
+    least: int = Field(default=1, ge=1, description="rows; clients with fewer are left out")
+    most: int | None = Field(default=None, ge=1, description="rows of a client, drawn; None: all")
 
     @model_validator(mode="after")
     def _ordered(self) -> Natural:

@@ -14,20 +14,17 @@ from raydpfl.errors import ConfigError
 
 
 class Overlapping(Partition):
-    """Every client `per_client` samples of its own drawing; clients may share samples, and some
-    samples go unused (000 sec. 2.2, CIFAR-10: 500 samples for each of 1920 clients).
-
-    As even over the classes as can be, 50 of each of ten; or with `classes` a `share` of the
-    samples from so many classes, drawn for each client, evenly, and the rest evenly from all
-    others: 2 classes and 0.92 are 2 with 230 samples and 8 with 5.
+    """Every client's own drawing; clients may share samples, and some samples go unused (000 sec.
+    2.2, CIFAR-10: 500 samples for each of 1920 clients). As even over the classes as can be; or
+    evenly from dominant classes, drawn for each client, and evenly from all others.
     """
 
     newer: ClassVar[frozenset[str]] = frozenset({"classes", "share"})
     sized: ClassVar[bool] = False
     kind: str = "overlapping"
-    per_client: int = Field(ge=1)
-    classes: int | None = Field(default=None, ge=1)
-    share: float | None = Field(default=None, gt=0, le=1)
+    per_client: int = Field(ge=1, description="samples that a client draws")
+    classes: int | None = Field(default=None, ge=1, description="dominant; None: all alike")
+    share: float | None = Field(default=None, gt=0, le=1, description="of samples, of these")
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {"per_client": 20},
         {"per_client": 20, "classes": 2, "share": 0.9},
@@ -74,9 +71,7 @@ class Overlapping(Partition):
         return np.concatenate(draws), np.full(clients, self.per_client)
 
     def _counts(self, classes: int) -> np.ndarray:
-        """How many samples a client draws of each class, int64 [classes], dominant classes first
-        where there are any.
-        """
+        """Samples of each class that a client draws, int64 [classes], dominant classes first."""
         if self.classes is None or self.share is None:
             return apportion(self.per_client, np.ones(classes))
         dominant = round(self.share * self.per_client)

@@ -12,17 +12,15 @@ from raydpfl.errors import ConfigError
 
 
 class LabelShards(Partition):
-    """`per_client` one-class shards each, at random (001 App. G, with 5).
+    """One-class shards, as many for each client, at random (001 App. G, with 5).
 
-    The samples are sorted by label and cut into clients * per_client shards. A class gets shards in
-    proportion to its samples (at least one), and cuts its samples into that many, equal to within
-    one sample; so a shard never straddles two classes, whatever the counts, and Fashion-MNIST for
-    3000 clients gives 15,000 shards of exactly 4.
+    A class gets shards in proportion to its samples (at least one), equal to within one sample; so
+    no shard straddles two classes, and Fashion-MNIST for 3000 clients gives 15,000 of exactly 4.
     """
 
     sized: ClassVar[bool] = False
     kind: str = "shards"
-    per_client: int = Field(default=5, ge=1)
+    per_client: int = Field(default=5, ge=1, description="one-class shards of a client")
 
     def assign(
         self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator

@@ -15,14 +15,11 @@ class Sizes(Member):
         raise NotImplementedError
 
     def even(self) -> bool:
-        """Whether every client has the same, to within one sample: what all data have by default,
-        and so what a partition that decides the sizes itself takes for no wish."""
+        """Whether clients have as many, to within one sample: the default of all data."""
         return False
 
     def counts(self, total: int, clients: int, generator: np.random.Generator) -> np.ndarray:
-        """Int64 [clients] with sum `total`: in proportion to the weights, but never below 1. Raises
-        `ConfigError` if total < clients.
-        """
+        """Int64 [clients], of sum `total`, by the weights, at least 1. Raises `ConfigError`."""
         if clients > total:
             expected = f"at most the {total} training samples, so that each client has one"
             raise ConfigError("data.clients", clients, expected)

@@ -22,9 +22,7 @@ class Balanced(Sizes):
 
 
 class PowerLaw(Sizes):
-    """Proportional to rank^-exponent, the ranks assigned at random (the unbalanced
-    settings of 002).
-    """
+    """Proportional to rank^-exponent, the ranks assigned at random (002, unbalanced)."""
 
     kind: str = "power-law"
     exponent: float = Field(default=1.0, gt=0, description="of the power law")
@@ -37,8 +35,8 @@ class UniformInterval(Sizes):
     """n v_k / sum v with v_k ~ U(low, high) (003 sec. VI)."""
 
     kind: str = "spread"
-    low: float = Field(default=0.5, gt=0)
-    high: float = Field(default=1.5, gt=0)
+    low: float = Field(default=0.5, gt=0, description="the least v_k, up to a common factor")
+    high: float = Field(default=1.5, gt=0, description="the largest v_k")
 
     @model_validator(mode="after")
     def _interval(self) -> UniformInterval:

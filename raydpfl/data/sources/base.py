@@ -49,17 +49,13 @@ class Split:
         test: the test rows.
         mean, std: per channel, of samples scaled to [0, 1]; empty: not normalised.
         unused: training samples that no client holds.
-        optimum: the least loss on the test set that any model of `kind: linear` can reach, where it
-            is known.
-        samples: which sample each row is that `rows` gives, int64 [rows]; needed where clients
-            share samples.
-        at: x and y of samples by their numbers, ascending; where it is given too, each sample is
-            kept once, however many clients hold it.
+        optimum: the least test loss of any model of `kind: linear`, where it is known.
+        samples: the sample of each of `rows`, int64 [rows], where clients share samples.
+        at: x and y of samples by number, ascending; then each sample is kept once.
         tokens: x is whole numbers below it; 0: x is no tokens.
         targets: the shape of the targets of one sample.
         names: of the classes, or of the targets, where they have any.
-        without: the same where nothing is learnt of these samples, int64, as they are held out of
-            training; None: nothing is learnt of any.
+        without: the same, learnt without these samples, int64; None: nothing is learnt of any.
     """
 
     sizes: np.ndarray
@@ -147,39 +143,30 @@ class Data(Member):
 
     @classmethod
     def gives(cls, task: Task) -> None:
-        """Raises `ConfigError` for a task that takes other targets than this source gives: other
-        than those of the task of a config that names none.
-        """
+        """Raises `ConfigError` for a task that takes other targets than the default one does."""
         usual = cls.model_fields["task"].default
         if task.takes != usual.takes:
             expected = f"a task whose targets are those of the data ({usual.kind}, or a loss of "
             raise ConfigError("data.task.kind", task.kind, f"{expected}your own with its base)")
 
     def split(self, seed: int, root: Path | None) -> Split:
-        """The samples and who holds them. Raises `ConfigError` for what the data cannot give;
-        writes nothing.
-        """
+        """The samples and who holds them; writes nothing. Raises `ConfigError`."""
         raise NotImplementedError
 
     def maker(self, seed: int) -> Maker | None:
-        """What makes the training rows of a client and of how many, as `Split.rows` gives them, in
-        pieces that are small enough to be held: by this config, the seed and the client alone.
-        None: they must be written. Data that would take much of a disk are made whenever a client
-        trains, where there is a maker. One of the user's own is asked by one thread of a process at
-        a time.
+        """What makes a client's training rows, of so many, in pieces that fit memory, by this
+        config, the seed and the client alone; None: they are written. Data that would take much of
+        a disk are made whenever a client trains. A user's is asked by one thread of a process at a
+        time.
         """
         return None
 
     def identity(self, root: Path | None) -> list:
-        """The contents of the files that the samples depend on, in JSON types (see
-        `raydpfl.storage.files.file_identity`).
-        """
+        """The files' contents, in JSON types (`raydpfl.storage.files.file_identity`)."""
         return []
 
     def facts(self) -> dict[str, Any]:
-        """The config of the data in JSON types, without names of files: `identity` has what is in
-        them.
-        """
+        """The config of the data in JSON types, without names of files (see `identity`)."""
         return {name: value for name, value in self.meaning().items() if name not in self.named}
 
     def table(self, root: Path | None) -> Columns | None:
@@ -187,8 +174,7 @@ class Data(Member):
         return None
 
     def counted(self, root: Path | None) -> dict[str, int]:
-        """What `raydpfl data describe` counts of a column of text, by name; nothing of others.
-        Raises `ConfigError`."""
+        """Counts of a column of text for `raydpfl data describe`, by name. Raises `ConfigError`."""
         return {}
 
     def knows_clients(self) -> bool:
@@ -197,14 +183,12 @@ class Data(Member):
 
     @classmethod
     def located(cls, root: Path) -> str:
-        """Where its samples would be read from, in words, with `root` for data (`raydpfl data
-        list`)."""
+        """Where its samples are read from, in words (`raydpfl data list`); `root`: of data."""
         return cls.location
 
     @classmethod
     def fetch(cls, root: Path) -> Path | None:
-        """The root that holds its files, downloaded unless they are there (`raydpfl data fetch`);
-        None where there is nothing to download. Raises `ConfigError`."""
+        """The root of its downloaded files; None: nothing is downloaded. Raises `ConfigError`."""
         return None
 
     @property
@@ -259,9 +243,7 @@ class InMemoryData(SizedData):
     @field_validator("features", mode="before")
     @classmethod
     def _features(cls, value: Any) -> Features | None:
-        if value is None:
-            return None
-        return choose("data.features", value, FEATURES, Features)
+        return None if value is None else choose("data.features", value, FEATURES, Features)
 
     @model_validator(mode="after")
     def _consistent(self) -> InMemoryData:
@@ -290,9 +272,7 @@ class InMemoryData(SizedData):
         return facts
 
     def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation per channel, of samples scaled to [0, 1]; empty: not
-        normalised.
-        """
+        """Mean and standard deviation per channel, of [0, 1]; empty: not normalised."""
         return (), ()
 
     @property
@@ -322,9 +302,7 @@ class InMemoryData(SizedData):
         return replace(of(features.columns(samples.x, samples.test_x, root)), without=without)
 
     def _split(self, found: Samples, order: np.ndarray, sizes: np.ndarray) -> Split:
-        """Samples by client: `order`, int64, has those of the first client, of whom there are as
-        many as `sizes` say, and so on.
-        """
+        """Samples by client: `order`, int64, client after client, of so many `sizes`."""
         ends = np.concatenate([[0], np.cumsum(sizes)])
 
         def samples(first: int, last: int) -> np.ndarray:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pyarrow as pa
+from pydantic import Field
 
 from raydpfl.data.columns import Columns, of_table, read_stream
 from raydpfl.data.sources.table import Tabular
@@ -18,10 +19,7 @@ EXTRA = "pip install 'raydpfl[hf]'"
 class HuggingFaceData(Tabular):
     """A data set of Hugging Face: a folder that `save_to_disk` wrote, or a name, `owner/name` or
     `owner/name:config`, which the library `datasets` finds in its cache or downloads (pip install
-    'raydpfl[hf]').
-
-    `train`, `test`: names of splits; without `test`, rows of `train` are held out. Of a folder with
-    a single split, that is `train`.
+    'raydpfl[hf]'). Of a folder with a single split, that is `train`.
     """
 
     named: ClassVar[frozenset[str]] = Tabular.named | {"path"}
@@ -29,9 +27,9 @@ class HuggingFaceData(Tabular):
     kind: str = "hugging_face"
     location: ClassVar[str] = "your own folder, or its hub"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a data set
-    path: str
-    train: str = "train"
-    test: str | None = None
+    path: str = Field(description="a folder, or a name")
+    train: str = Field(default="train", description="a split")
+    test: str | None = Field(default=None, description="a split; None: rows of `train`")
 
     def sources(self, root: Path | None) -> list:
         folder = self.folder(root)

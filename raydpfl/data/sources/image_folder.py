@@ -20,10 +20,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", "
 class ImageFolder(Tabular):
     """Images in a folder for each class, whose name is the label, `train/cat/1.png`; or with
     `client: client`, for partition natural, in folders of clients, `train/ann/cat/1.png`.
-
-    `train`, `test`: folders, absolute, or relative to the data root or the working folder. Images
-    have one size, or with `size` are made that many pixels high and wide; all are grey or none is,
-    or with `channels` they are made grey (1) or RGB (3).
+    Images have one size, and all are grey or none is, unless `size` and `channels` make them so.
     """
 
     named: ClassVar[frozenset[str]] = Tabular.named | {"train", "test"}
@@ -32,10 +29,14 @@ class ImageFolder(Tabular):
     kind: str = "image_folder"
     location: ClassVar[str] = "your own folder"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a folder
-    train: str
-    test: str | None = None
-    size: int | None = Field(default=None, ge=1, le=1 << 12)
-    channels: Literal[1, 3] | None = None
+    train: str = Field(description="a folder, absolute or relative to data root or working folder")
+    test: str | None = Field(default=None, description="as `train`")
+    size: int | None = Field(
+        default=None, ge=1, le=1 << 12, description="pixels that images are made high and wide"
+    )
+    channels: Literal[1, 3] | None = Field(
+        default=None, description="grey (1) or RGB (3), that images are made"
+    )
 
     def sources(self, root: Path | None) -> list:
         paths = []
@@ -63,9 +64,7 @@ class ImageFolder(Tabular):
         return Columns(folder.name, arrays, part, ["/".join(place) for place in places])
 
     def _images(self, part: str, root: Path | None) -> tuple[Path, list[Path]]:
-        """A folder, and the images of the classes, in the order of their names. Raises
-        `ConfigError`.
-        """
+        """A folder, and the images of its classes in the order of their names."""
         name = getattr(self, part)
         folder = find_file(f"data.{part}", name, root, "folder")
         levels, above = ("*/*/*", "CLIENT/CLASS") if self.client else ("*/*", "CLASS")
@@ -80,9 +79,7 @@ class ImageFolder(Tabular):
         return folder, paths
 
     def _encoded(self, path: Path) -> bytes:
-        """The bytes of an image, of `size` by `size` pixels and of `channels` if asked. Raises
-        `ConfigError`.
-        """
+        """The bytes of an image, scaled and converted if asked. Raises `ConfigError`."""
         encoded = path.read_bytes()
         if self.size is None and self.channels is None:
             return encoded

@@ -16,9 +16,7 @@ CIFAR10_STD = (0.2470, 0.2435, 0.2616)
 
 
 class ImageSet(InMemoryData):
-    """A named image data set with published normalisation constants; otherwise pixels are scaled to
-    [0, 1].
-    """
+    """A named image data set with published constants to normalise by."""
 
     normalize: bool = Field(
         default=False, description="by the published mean and std, after scaling to [0, 1]"

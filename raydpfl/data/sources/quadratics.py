@@ -19,10 +19,9 @@ class Quadratics(Data):
     """001 sec. 5.3: f_i(w) = 1/2 (w - w_i)^T A_i A_i^T (w - w_i), each client with its own A_i
     [dimension, rank] and optimum w_i.
 
-    A_i has entries N(0, variance) (1/dimension unless given); w_i is `heterogeneity` times a draw
-    from N(0, I) or U(0,1)^d. The scalars of the paper are lost; all are parameters. A client's
-    `rank` rows are sqrt(rank) times the columns of A_i, so that its mean loss is f_i, and the test
-    set is all rows of all clients, so that the test loss is f(w), the mean of all f_i.
+    A_i has entries N(0, variance). The scalars of the paper are lost; all are parameters. A
+    client's rows are sqrt(rank) times the columns of A_i, so that its mean loss is f_i, and the
+    test set is all rows, so that the test loss is f(w), the mean of all f_i.
 
     Coordinates are shifted: the origin is w*, the optimum of f (of the least norm in the
     coordinates before, if there are several), and f_i is 0 at w_i - w*. Every method that looks at
@@ -35,13 +34,15 @@ class Quadratics(Data):
     kind: str = "quadratics"
     location: ClassVar[str] = "generated"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"clients": 6, "dimension": 7, "rank": 3},)
-    task: SerializeAsAny[Task] = Regression()
-    clients: int = Field(default=100, ge=1, le=10**9)
-    dimension: int = Field(default=200, ge=1)
-    rank: int = Field(default=20, ge=1)
-    variance: float | None = Field(default=None, gt=0)
-    optima: Literal["normal", "uniform"] = "normal"
-    heterogeneity: float = Field(default=1.0, ge=0)
+    task: SerializeAsAny[Task] = Field(default=Regression(), description="what is learnt")
+    clients: int = Field(default=100, ge=1, le=10**9, description="N")
+    dimension: int = Field(default=200, ge=1, description="d, the parameters")
+    rank: int = Field(default=20, ge=1, description="rows of a client")
+    variance: float | None = Field(default=None, gt=0, description="of A_i; None: 1/dimension")
+    optima: Literal["normal", "uniform"] = Field(
+        default="normal", description="w_i / heterogeneity: from N(0, I) or U(0, 1)^d"
+    )
+    heterogeneity: float = Field(default=1.0, ge=0, description="factor of the optima w_i")
 
     def split(self, seed: int, root: Path | None) -> Split:
         d = self.dimension
@@ -77,9 +78,9 @@ class ScalarQuadratics(Data):
 
     kind: str = "scalar_quadratics"
     location: ClassVar[str] = "generated"
-    task: SerializeAsAny[Task] = Regression()
-    a: tuple[float, ...] = Field(min_length=1)
-    b: tuple[float, ...] = Field(min_length=1)
+    task: SerializeAsAny[Task] = Field(default=Regression(), description="what is learnt")
+    a: tuple[float, ...] = Field(min_length=1, description="a_i of every client")
+    b: tuple[float, ...] = Field(min_length=1, description="b_i of every client")
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"a": (1, 2, 6), "b": (4, 1, -1)},)
 
     @model_validator(mode="after")
@@ -99,9 +100,7 @@ class ScalarQuadratics(Data):
 
 
 def _split(x: np.ndarray, y: np.ndarray, best: np.ndarray) -> Split:
-    """Clients with rows x float32 [clients, rows, d] and targets y [clients, rows]; `best` [d] is
-    where the mean loss is least.
-    """
+    """Of x float32 [clients, rows, d] and y [clients, rows]; `best` [d] has the least loss."""
     y = y.astype(np.float32)
     residuals = x.astype(np.float64) @ best - y
 

@@ -40,23 +40,22 @@ Rows = tuple[np.ndarray, np.ndarray]
 
 
 class Synthetic(SizedData):
-    """Li et al.'s Synthetic(u, v). `samples` is the mean per client; `test_samples` the number in
-    all, the same share of each client's own rows. 002 prints neither: of 10,000 training rows, 1111
-    for testing are the tenth that Li et al. hold out.
+    """Li et al.'s Synthetic(u, v), the same share of each client's own rows for testing. 002 prints
+    no numbers of samples: 1111 test rows of 10,000 are the tenth that Li et al. hold out.
     """
 
     kind: str = "synthetic"
     location: ClassVar[str] = "generated"
-    clients: int = Field(ge=1, le=10**9)
+    clients: int = Field(ge=1, le=10**9, description="N")
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"clients": 10},)
-    samples: int = Field(default=100, ge=1)
-    test_samples: int = Field(default=10_000, ge=1)
-    u: float = Field(default=1.0, ge=0)
-    v: float = Field(default=1.0, ge=0)
-    iid: bool = False
-    sizes: SerializeAsAny[Sizes] = PowerLaw()
-    features: int = Field(default=60, ge=1)
-    classes: int = Field(default=10, ge=2)
+    samples: int = Field(default=100, ge=1, description="of a client, on average")
+    test_samples: int = Field(default=10_000, ge=1, description="in all")
+    u: float = Field(default=1.0, ge=0, description="variance of the clients' models")
+    v: float = Field(default=1.0, ge=0, description="variance of the clients' inputs")
+    iid: bool = Field(default=False, description="one model and no shift of inputs, for all")
+    sizes: SerializeAsAny[Sizes] = Field(default=PowerLaw(), description="of the clients")
+    features: int = Field(default=60, ge=1, description="numbers of a sample")
+    classes: int = Field(default=10, ge=2, description="how many there are")
 
     def split(self, seed: int, root: Path | None) -> Split:
         sizes = self.sizes.counts(
@@ -93,9 +92,7 @@ class Synthetic(SizedData):
         return ["test rows by size"]
 
     def _model(self, generator: np.random.Generator) -> np.ndarray:
-        """Float32 [2 + features classes + classes + features]: standard normals for U, B, W, b, v,
-        in this order.
-        """
+        """Float32 [2 + features classes + classes + features]: normals for U, B, W, b, v."""
         return generator.standard_normal(
             2 + (self.features + 1) * self.classes + self.features, np.float32
         )

@@ -208,9 +208,7 @@ class Tabular(InMemoryData):
         return (*exclusions, TOKENS) if whole and not (self.features or self.mean) else exclusions
 
     def columns(self, part: str, root: Path | None) -> Columns | None:
-        """The columns of the `train` or the `test` rows; None: there are no test rows. Raises
-        `ConfigError`.
-        """
+        """The columns of `train` or `test` rows, None: there are none. Raises `ConfigError`."""
         raise NotImplementedError
 
     def _train(self, root: Path | None) -> Columns:
@@ -350,8 +348,7 @@ class Tabular(InMemoryData):
 class TableFile(Tabular):
     """Training rows, test rows from a second file or held out at random, and columns by name.
 
-    `train`, `test`: files (.csv, .tsv, .jsonl, .parquet, .arrow, .feather, .npz), absolute, or
-    relative to the data root or the working folder.
+    Files are .csv, .tsv, .jsonl, .parquet, .arrow, .feather or .npz.
     """
 
     named: ClassVar[frozenset[str]] = Tabular.named | {"train", "test"}
@@ -359,8 +356,8 @@ class TableFile(Tabular):
     kind: str = "table"
     location: ClassVar[str] = "your own file"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a file
-    train: str
-    test: str | None = None
+    train: str = Field(description="a file, absolute, or relative to data root or working folder")
+    test: str | None = Field(default=None, description="as `train`")
 
     def sources(self, root: Path | None) -> list:
         files = {"train": self.train} | ({"test": self.test} if self.test else {})

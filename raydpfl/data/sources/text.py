@@ -22,12 +22,9 @@ class Text(InMemoryData):
     """The next character of what each client has written, at every position: samples are windows of
     `length` characters, one after another, and targets the characters that follow them.
 
-    `path`: a play, in which a line that is a name and a colon (`speaker`, a regular expression for
-    the name) begins the speech of a client, wherever it stands, or with `apart` only after an empty
-    line; or a table (.csv, .jsonl, .parquet, ...) with the columns `text` and `client`. Of each
-    client the last windows, a `test_fraction` of them (rounded), are test rows, but not its only
-    one. The last window of a client is filled up; what fills it is not scored. `characters`: the
-    alphabet, of which others are read but not scored; None: those that occur.
+    In a play a line that is a name and a colon begins the speech of a client. Of each client the
+    last windows (their share is rounded) are test rows, but not its only one. What fills up the
+    last window of a client is not scored, nor are characters that the alphabet lacks.
     """
 
     named: ClassVar[frozenset[str]] = frozenset({"path"})
@@ -35,16 +32,20 @@ class Text(InMemoryData):
     kind: str = "text"
     location: ClassVar[str] = "your own file"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a file
-    path: str
-    length: int = Field(default=80, ge=1)
-    speaker: str = "[A-Z][A-Za-z ]+"
-    apart: bool = False
-    text: str = "text"
-    client: str = "client"
-    test_fraction: float = Field(default=0.1, gt=0, lt=1)
-    characters: str | None = Field(default=None, min_length=2)
-    task: SerializeAsAny[Task] = Sequence()
-    partition: SerializeAsAny[Partition] = Natural()
+    path: str = Field(description="a play, or a table with the columns `text` and `client`")
+    length: int = Field(default=80, ge=1, description="characters of a sample")
+    speaker: str = Field(default="[A-Z][A-Za-z ]+", description="regular expression of a name")
+    apart: bool = Field(default=False, description="a speech begins after an empty line alone")
+    text: str = Field(default="text", description="the column of texts")
+    client: str = Field(default="client", description="the column of each text's client")
+    test_fraction: float = Field(default=0.1, gt=0, lt=1, description="share of a client's windows")
+    characters: str | None = Field(
+        default=None, min_length=2, description="the alphabet; None: those that occur"
+    )
+    task: SerializeAsAny[Task] = Field(default=Sequence(), description="what is learnt")
+    partition: SerializeAsAny[Partition] = Field(
+        default=Natural(), description="which samples each client has"
+    )
 
     @field_validator("speaker")
     @classmethod

@@ -14,9 +14,7 @@ from raydpfl.storage.files import data_root, digest, impatient
 
 
 class TorchvisionImages(ImageSet):
-    """A data set that torchvision can download and read; `stored` are its files, relative to the
-    root, in torchvision's layout.
-    """
+    """A data set that torchvision reads from `stored`, files relative to the root."""
 
     dataset: ClassVar[str]  # name in torchvision.datasets
     stored: ClassVar[tuple[str, ...]]

@@ -30,20 +30,11 @@ WEIGHTS = 16  # samples whose products take as long as reading and writing the w
 
 
 def costs(backend: str, local: Local, sizes: np.ndarray, d: int, gpu: bool) -> np.ndarray | None:
-    """By what chunks are cut, float64 [3, r]: the steps of every client; the cost of the calls of a
-    chunk of which it is the largest; and the cost of a step of any client of that chunk. The latter
-    two in products of a row with a weight: `calls` for each of the largest client's steps, and for
-    a step what a batch of its rows takes, and the weights, which are read and written.
-
-    Args:
-        backend: its name.
-        local: the rule.
-        sizes: rows of r clients, int64 [r].
-        d: parameters of the model.
-        gpu: where a step of a chunk takes as long as that of its largest client.
-
-    Returns:
-        None for a backend that trains clients one by one.
+    """By what chunks are cut, float64 [3, r], for clients of `sizes` rows, int64 [r]: the steps of
+    each; and in products of a row with a weight, the cost of the calls of a chunk of which it is
+    the largest, and of a step of any client of that chunk, with `d` parameters (0 on a `gpu`, where
+    a step takes as long as the largest client's). None for a backend that trains clients one by
+    one.
     """
     kind = BACKENDS[backend]
     if kind.threads or kind.one_by_one:
@@ -60,15 +51,7 @@ def lacking(
     precision: Precision = "float32",
     split: ParameterSplit | None = None,
 ) -> str | None:
-    """What of what is asked of it a backend cannot do, in words; None: it can do all.
-
-    Args:
-        backend: its name.
-        local: the rule.
-        clip: the bound on every sample's gradient, if any.
-        precision: of products.
-        split: which parameters and buffers are local.
-    """
+    """What of what is asked of it a backend cannot do, in words; None: it can do all."""
     asked = {
         base.LOCAL_PARAMETERS: split is not None and split.own,
         base.LOCAL_BUFFERS: split is not None and split.buffers,
@@ -87,8 +70,8 @@ def check_backend(
     backend: str,
     local: Local,
     clip: float | None,
-    precision: Precision = "float32",
-    split: ParameterSplit | None = None,
+    precision: Precision,
+    split: ParameterSplit,
 ) -> None:
     """Raises `ConfigError` for an unknown backend, or one that lacks what is asked of it."""
     asked = (local, clip, precision, split)

@@ -37,9 +37,7 @@ Batches = list[tuple[torch.Tensor | None, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Block:
-    """The updates of consecutive clients of a chunk, in their order; the reader may overwrite
-    `updates`.
-    """
+    """The updates of consecutive clients of a chunk, which the reader may overwrite."""
 
     slots: np.ndarray  # int64 [k], ascending
     updates: torch.Tensor  # float32 [k, d], on the device; [0, d] where `ChunkData.into` has them
@@ -65,9 +63,7 @@ class Block:
 
 
 def spans(end: int, d: int, most: int | None = None) -> Iterator[slice]:
-    """The slots from 0 to `end` in parts whose updates, of `d` numbers, are at most `most` numbers
-    (None: `BLOCK`), or one client.
-    """
+    """The slots from 0 to `end` in parts of at most `most` (`BLOCK`) numbers, or one client."""
     width = max(1, (most or BLOCK) // d)
     for start in range(0, end, width):
         yield slice(start, min(start + width, end))
@@ -75,10 +71,8 @@ def spans(end: int, d: int, most: int | None = None) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Starts:
-    """The parameters with which every client of a chunk starts and ends (`raydpfl.models.trained`).
-
-    A backend writes a slot's row of `final` by the time that it gives the slot. `to_model`: rules
-    pull a client to the round's model, not to where it started.
+    """Parameters with which clients start and end (`raydpfl.models.trained`); a slot's `final` is
+    there when the slot is given. `to_model`: rules pull to the round's model.
     """
 
     initial: torch.Tensor  # float32 [C, D + b]
@@ -192,9 +186,8 @@ class ChunkData:
         return np.searchsorted(-later, -np.arange(most)).tolist()
 
     def active(self, k: int) -> int:
-        """How many slots step k takes, the first ones, up to the last whose client makes it: a
-        function of all clients of the chunk, as the bits of a product may depend on the number of
-        matrices. It never grows from step to step.
+        """How many slots step k takes, up to the last whose client makes it: by all clients of the
+        chunk, as a product's bits may depend on the number of matrices; never growing.
         """
         return self._active[k]
 
@@ -290,9 +283,7 @@ class ChunkData:
         return (sums.cpu() / steps).double().numpy()
 
     def count_clipped(self, factors: list[torch.Tensor]) -> None:
-        """Fills `clipped`, where it is wanted, from every step's clip factors, [c, B] or [c, B, 1],
-        of the rows that `batches` gave.
-        """
+        """Fills `clipped`, where wanted, from every step's clip factors, [c, B] or [c, B, 1]."""
         if self.clipped is None or self.clip is None:
             return
         every = factors[0].new_zeros(len(factors), len(self.sizes), factors[0][0].numel())
@@ -312,9 +303,7 @@ class ChunkData:
 
 
 class Rule:
-    """The steps of any local rule, on the parameters of a chunk's clients as one matrix, `x`,
-    float32 [c, d], or on those of one, [d].
-    """
+    """The steps of any rule on the clients' parameters `x`, float32 [c, d], or one's, [d]."""
 
     def __init__(
         self,
@@ -352,9 +341,7 @@ class Rule:
 
     @torch.no_grad()
     def step(self, gradient: torch.Tensor, k: int) -> torch.Tensor:
-        """x after the k-th step, float32 [c, d] of the c slots that it takes, from the gradients
-        before corrections, float32 [c, d].
-        """
+        """x after the k-th step, from the gradients before corrections, both float32 [c, d]."""
         count = len(gradient)
         gradient = self._narrowed(gradient)
         before = self.x
@@ -476,14 +463,8 @@ class Backend:
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
     def noises(self, noise: StepNoise, x: np.ndarray, steps: int, lr: float) -> np.ndarray:
-        """Noises of a client's steps, float64 [steps, d], with which a plain loop comes to the
-        client's update.
-
-        Args:
-            noise: of this client alone.
-            x: float32 [n, *shape], the rows that its batches take.
-            steps: how many it makes.
-            lr: the learning rate of the round.
+        """Noises of a client's steps, float64 [steps, d], with which a plain loop comes to its
+        update; `x`: float32 [n, *shape], the rows of its batches.
         """
         return np.stack([noise.of_one(k, noise.d) for k in range(steps)])
 

@@ -170,9 +170,7 @@ class Compiled(Backend):
 
 
 class _Training:
-    """The clients of a chunk in training, at the slots of these blocks. `arrays`: what
-    raydpfl_begin takes of the chunk; `shared`: what the job points to.
-    """
+    """The clients of a chunk in training; `arrays` are raydpfl_begin's, `shared` the job's."""
 
     def __init__(
         self,
@@ -223,9 +221,7 @@ class _Training:
 
     @contextmanager
     def _started(self, into: _Sum | None) -> Iterator[Callable[[int, int], None]]:
-        """A function that has the first so many clients trained, and those below a limit where
-        threads are free.
-        """
+        """What trains the first so many clients, and those below a limit where threads are free."""
         compiled = native.library()
         assert compiled is not None  # as the backend says
         done = np.zeros(self._count, np.uint8)
@@ -269,9 +265,7 @@ def unfit(layers: tuple[Layer, ...]) -> str | None:
 
 
 def _check(chunk: ChunkData, inputs: int, outputs: int, squares: bool) -> None:
-    """Raises RuntimeError, as torch's layers and losses do, for rows that the model does not take,
-    and for targets that it has no outputs for.
-    """
+    """Raises RuntimeError, as torch does, for rows or targets that do not fit the model."""
     x = chunk.x.numpy()
     y = chunk.y.numpy()
     if x.dtype != np.float32 or x[0, 0].size != inputs:

@@ -1,13 +1,10 @@
 """One client after another: nets of convolutions, max-pooling, dropout and linear layers, by hand.
 
-What autograd does for any module costs a net of these layers more than it must. Here every layer's
-step is made with its gradient, where the rule needs no more (W <- shrink W - lr g^T a is one
-product, which reads and writes W once), nothing is zeroed or copied to be thrown away, and the
-first layer's input gets no gradient. An activation is taken after the pooling that follows it: they
-commute, as it does not fall. A bias has the sum of the gradient by the maxima. Images, filters and
-the columns of the first linear layer are channels-last inside. On the CPU in float32 a convolution
-and its pooling are one, in compiled code, whose gradients come from the maxima alone, as do the
-norms where every sample's gradient is clipped (`raydpfl.training.layers.pooled_convolution`).
+Every layer's step is made with its gradient, where the rule needs no more (W <- shrink W - lr g^T a
+is one product, which reads and writes W once). An activation is taken after the pooling that
+follows it: they commute, as it does not fall. Images, filters and the columns of the first linear
+layer are channels-last inside. On the CPU in float32 a convolution and its pooling are one, in
+compiled code (`raydpfl.training.layers.pooled_convolution`).
 
 >>> layers = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(676, 10)
 >>> [type(link).__name__ for link in links(nn.Sequential(*layers))]
@@ -102,14 +99,9 @@ class Gradients:
 
 @dataclass(frozen=True)
 class WeightedLayer:
-    """A link with parameters. Every link of the chain has
-
-    - `forward`: its output, and what is `saved` of the pass, from its input and all parameters;
-    - `backward`: the gradient by its input from `g`, that by its output; anything for the `first`.
-
-    One with parameters has `squares`, the squared norms of single samples' gradients by them,
-    float32 [B], and `total`, the sum of these gradients, weighted by `factors`, float32 [B], if
-    given.
+    """A link with parameters. Every link has `forward` (its output and what is `saved` of the pass)
+    and `backward` (the gradient by its input; anything for the `first`); this one also `squares`,
+    the squared norms of samples' gradients, float32 [B], and their `total`, weighted by `factors`.
     """
 
     weight: Parameter
@@ -122,9 +114,7 @@ class WeightedLayer:
 
 @dataclass(frozen=True)
 class Convolution(WeightedLayer):
-    """A convolution and the max-pooling that follows it, if any does: the arguments of torch's
-    operators for them.
-    """
+    """A convolution and any max-pooling after it: the arguments of torch's operators."""
 
     stride: Sequence[int]
     padding: Sequence[int]

@@ -1,10 +1,8 @@
 """A whole chunk as one batch through the module: what is frozen is one product for all clients, and
 only the layers that are trained are one for each.
 
-The samples of all clients stand one after another, [C B, ...], and the module's own code runs on
-them as on any batch. A layer with trained parameters has those of every client, [C, *shape]: its
-inputs are split by client, and its products are batched. So a chunk makes as many calls as
-one client, and what a pass costs is what the frozen layers cost on all samples. By
+The module's own code runs on the samples of all clients, [C B, ...], as on any batch; the inputs of
+a layer with trained parameters [C, *shape] are split by client, and its products are batched. By
 `experiments/benchmarks/lora.py` that is twice as fast as vmap, which folds the products of frozen
 layers too but none of what lies between them.
 
@@ -41,9 +39,7 @@ LIMIT = 1 << 26
 
 
 class NotOneBatch(Exception):
-    """The module's trained parameters do not all sit in layers that take samples along the first
-    axis of their inputs to the first axis of their output; says why.
-    """
+    """A layer with trained parameters takes or gives no samples along its first axis."""
 
 
 @dataclass
@@ -55,9 +51,7 @@ class _Pass:
     now: Named = field(default_factory=dict)
 
     def of_samples(self, kind: str, value: Any) -> torch.Tensor:
-        """An input of a layer of this kind, for every sample where it is one for all, as positions
-        are. Raises `NotOneBatch`.
-        """
+        """An input of a layer for every sample, also one that is for all. Raises `NotOneBatch`."""
         if not isinstance(value, torch.Tensor) or not value.dim():
             raise NotOneBatch(f"{kind} takes more than tensors")
         if len(value) == 1:
@@ -137,13 +131,9 @@ class _Adapted:
 
 
 class AdaptedLinear(torch.autograd.Function):
-    """y = x W + b + scale (x A^T) B^T, and its gradients by x, A and B. Autograd keeps the two
-    terms separate, writes both and adds them; here the second is added to the first in place,
-    forward and back.
-
-    It takes the frozen layer, whose output is written to; its W, [in, out]; the scale; x [n, ...,
-    in], the inputs of the first of C clients, of the second, and so on; A [C, rank, in]; and B [C,
-    out, rank].
+    """y = x W + b + scale (x A^T) B^T, and its gradients by x [n, ..., in], client after client, A
+    [C, rank, in] and B [C, out, rank], for W [in, out]. Autograd writes both terms and adds them;
+    here the second is added to the first in place, forward and back.
     """
 
     @staticmethod
@@ -181,10 +171,8 @@ class AdaptedLinear(torch.autograd.Function):
 
 
 class OneBatch(Vmap):
-    """Trains the chunk at once, as one batch.
-
-    Raises `NotOneBatch` for a module with trained parameters outside of layers that take samples
-    along the first axis.
+    """Trains the chunk at once, as one batch. Raises `NotOneBatch` where trained parameters are
+    outside of layers that take samples along the first axis.
     """
 
     few = 0  # it has no vmap to do without
@@ -247,9 +235,7 @@ class OneBatch(Vmap):
         return joined, *map(torch.cat, others)
 
     def _one(self, named: Named, x: torch.Tensor) -> None:
-        """Counts how many numbers the layers give for a sample. Raises `NotOneBatch` for a module
-        that draws random numbers other than by dropout.
-        """
+        """Counts what layers give for a sample. Raises `NotOneBatch` for draws, but dropout's."""
         counts = [1]
 
         def count(layer: nn.Module, inputs: Any, output: Any) -> None:
@@ -272,7 +258,7 @@ class OneBatch(Vmap):
         self.running.samples = len(x) * x.shape[1]
         self.running.now = named
         joined = [mask.flatten(0, 1) for mask in masks]
-        with self.autocast(), Dropout(iter(joined)) if joined else nullcontext():
+        with self.autocast(), Dropout(joined) if joined else nullcontext():
             return self.module(x.flatten(0, 1)).float()
 
     def _bounded(

@@ -46,10 +46,8 @@ VECTOR = 16  # the most float32 numbers that a processor takes at once
 
 class _Layer:
     """A layer of C clients by its weights [C, out, in] and biases [C, 1, out]: `whole` those of all
-    slots, `now` of the slots that still make steps. `start` are the initial ones of all clients.
-
-    Of a linear rule the step is made inside the backward product; of any other it is given `now`,
-    views of the rule's parameters.
+    slots, `now` of those that still make steps. A linear rule's step is made inside the backward
+    product; of any other rule `now` are views of the parameters.
     """
 
     inputs: torch.Tensor  # of the last forward pass
@@ -86,9 +84,7 @@ class _Layer:
         self.velocity = [torch.zeros_like(part) for part in self.now if linear.momentum]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The outputs [C, B, out] before the activation, which lie in memory as [C, out, B], from
-        the inputs, float32 [C, B, in].
-        """
+        """The outputs [C, B, out], in memory [C, out, B], from the inputs, float32 [C, B, in]."""
         self.inputs = inputs
         weight, *bias = self.now
         if bias:
@@ -96,9 +92,7 @@ class _Layer:
         return torch.bmm(weight, inputs.mT).mT
 
     def backward(self, g: torch.Tensor) -> torch.Tensor:
-        """The gradient by the inputs, laid out as they are, from that by the outputs, [C, B, out].
-        The first layer is never asked for it.
-        """
+        """The gradient by the inputs, laid out as they are, from `g` by the outputs."""
         weight = self.now[0]
         if self.inputs.is_contiguous():
             return torch.bmm(g, weight)
@@ -125,9 +119,7 @@ class _Layer:
         self.whole = self.now = self.layer.views(parameters)
 
     def step(self, g: torch.Tensor, noise: torch.Tensor | None, done: torch.Tensor | None) -> None:
-        """Makes the step of a linear rule from the gradient `g` by the outputs, and the noise
-        [C, d] on the gradient by the parameters, but for the slots that are `done`, int64 [m].
-        """
+        """A linear rule's step by `g` [C, B, out] and noise [C, d], but for `done` slots."""
         before = [] if done is None else [part[done] for part in self.now]
         decay = self.linear.decay + self.linear.proximal
         moved = self.velocity or self.now
@@ -158,9 +150,7 @@ class _Layer:
 
 
 def step_factors(linear: LinearRule, lr: float) -> tuple[float, float]:
-    """(keep, step) such that v <- keep v + step g for the gradient g, where v is the velocity if
-    there is momentum, or else the weights.
-    """
+    """(keep, step) such that v <- keep v + step g, of the velocity or else of the weights."""
     if linear.momentum:
         return linear.momentum, 1.0
     return 1 - lr * (linear.decay + linear.proximal), -lr
@@ -169,9 +159,8 @@ def step_factors(linear: LinearRule, lr: float) -> tuple[float, float]:
 class _Loss:
     """The losses of a chunk's samples, and their gradients by the outputs.
 
-    Outputs lie here as [out, L], a column for a sample: over a first axis torch's log-softmax takes
-    a third of the time that it takes over few classes at the end. L is a multiple of `VECTOR`, as
-    its last columns, where they fill no vector, would be rounded otherwise than the others.
+    Outputs lie as [out, L], where log-softmax takes a third of the time; L is a multiple of
+    `VECTOR`, as columns that fill no vector would be rounded otherwise.
     """
 
     def __init__(self, target: torch.Tensor, batches: Batches, closed: Closed):
@@ -209,9 +198,7 @@ class _Loss:
         return columns.as_strided(self.shape, self.strides)
 
     def step(self, a: torch.Tensor, k: int, by_sample: bool) -> torch.Tensor:
-        """The gradient of the mean loss of step k by the last outputs `a`, [C, B, out], or that of
-        every sample's loss with `by_sample`.
-        """
+        """The gradient of step k's mean loss by the last outputs, [C, B, out], or `by_sample`."""
         rows, shares = self.batches[k]
         self.seen.copy_(a)
         if rows is not None:  # past the last column any row, of share 0
@@ -292,9 +279,7 @@ class _Training:
         return outputs
 
     def _backward(self, g: torch.Tensor, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients by the outputs of every layer before its activation, the last layer's
-        first.
-        """
+        """The gradients by every layer's outputs before activation, the last layer's first."""
         gradients: list[torch.Tensor] = []
         later: _Layer | None = None
         for layer, a in zip(reversed(self.layers), reversed(outputs), strict=True):
@@ -323,12 +308,7 @@ class _Training:
 
 
 def _target(y: torch.Tensor, outputs: int) -> torch.Tensor:
-    """What the outputs are held against, [C, n, outputs]: classes as one-hot, the numbers of
-    regression as they are.
-
-    Raises RuntimeError for a class that the model does not know, and for another number of outputs
-    than of targets.
-    """
+    """What outputs are held against, [C, n, outputs], classes as one-hot. Raises RuntimeError."""
     if not y.is_floating_point():
         return torch.zeros(*y.shape, outputs, device=y.device).scatter_(2, y[:, :, None], 1.0)
     if y[0, 0].numel() != outputs:

@@ -74,9 +74,7 @@ to the sum of the gradients weighted by them."""
 
 
 class NotLayerwise(Exception):
-    """The module's parameters do not all sit in layers that are called once in a pass; says
-    why.
-    """
+    """The trained parameters do not all sit in layers that are called once; says why."""
 
 
 @dataclass
@@ -127,9 +125,7 @@ class _Leaf:
 
 
 def _ghostly(layer: nn.Module, name: str, output: tuple[int, ...]) -> bool:
-    """Whether the ghost norm by this parameter can be taken and costs less than forming gradients;
-    from the shape of the layer's output.
-    """
+    """Whether the ghost norm by this parameter is possible, and cheaper than gradients."""
     if (
         name != "weight"
         or type(layer) not in (nn.Linear, nn.Conv2d)
@@ -219,10 +215,7 @@ def _convolution(
 def _patches(
     layer: _ConvNd, x: torch.Tensor, padding: tuple[int, ...], size: torch.Size
 ) -> torch.Tensor:
-    """The patches [B, D, T] of a `Conv2d` with an output of `size`, as `F.unfold` gives them.
-
-    A strided copy is many times faster.
-    """
+    """The patches [B, D, T] of a `Conv2d` as `F.unfold` gives them, many times faster."""
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     sample, channel, *place = x.stride()
     strides = [
@@ -290,11 +283,9 @@ def _places(layer: nn.Module, places: dict[int, int]) -> list[tuple[str, int]]:
 
 
 class Layerwise(Loop):
-    """Trains one client after another as `Loop` does, with every sample's gradient clipped.
-
-    Raises `NotLayerwise` for a module with BatchNorm, or with parameters outside of layers that are
-    called once in a pass and take samples along the first axis of their inputs to the first axis of
-    their output.
+    """Trains as `Loop` does, with every sample's gradient clipped. Raises `NotLayerwise` for
+    BatchNorm, and for parameters outside of layers that are called once in a pass and take and give
+    samples along the first axis.
     """
 
     can = Loop.can - {UNCLIPPED, BFLOAT16}

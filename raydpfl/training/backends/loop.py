@@ -1,10 +1,8 @@
 """One client after another: any module, with its own code and autograd.
 
-The parameters of a working copy of the module are views of one flat buffer. Where a step needs the
-gradient and the parameters alone it takes the gradients as autograd leaves them; for any other they
-are views of a second buffer. Convolutional nets with max-pooling keep their weights and images
-channels-last inside, which is faster there and slower where GroupNorm follows. Taps of filters that
-see padding alone are left out (`raydpfl.training.layers.tap_crop`).
+The parameters of a working copy of the module are views of one flat buffer, and the gradients of
+another, unless a step needs these two alone. Convolutional nets with max-pooling are channels-last
+inside, which is faster there and slower where GroupNorm follows.
 """
 
 import copy
@@ -26,11 +24,8 @@ ROWS = 1024  # in a pass of those that the loss is taken on before a user-define
 
 
 class Loop(OneByOne):
-    """Trains every client with autograd, sample by sample where every sample's gradient is to be
-    clipped.
-
-    What a module draws (dropout) is keyed by the client, and buffers start afresh with each client,
-    so nothing passes from one client to the next.
+    """Trains every client with autograd, sample by sample where samples are clipped. Draws of the
+    module are keyed by the client, and its buffers start afresh with each.
     """
 
     can = frozenset(ALL | {TRAIN, LOCAL_BUFFERS})
@@ -181,12 +176,7 @@ class Loop(OneByOne):
     def _user_defined(
         self, parameters: torch.Tensor, chunk: ChunkData, slot: int
     ) -> tuple[torch.Tensor, float]:
-        """The update of a client by `Local.train`, on copies of the module and the
-        rows; and the mean loss of the model on its rows before, in evaluation mode.
-
-        Raises:
-            ValueError: what it was to train is gone, or of another shape.
-        """
+        """The update by `Local.train`, on copies, and the mean loss before. Raises ValueError."""
         module = copy.deepcopy(self.initial).to(self.device).train()
         start = chunk.start(parameters, slot)
         models.set_trained(module, start)

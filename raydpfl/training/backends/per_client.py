@@ -50,21 +50,15 @@ class OneByOne(Backend):
         self.factors: list[torch.Tensor] = []  # clip factors of the client's steps so far
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Of a vector in the order inside, the part of every parameter, in the order of
-        `raydpfl.models.flatten`.
-        """
+        """Every parameter's part of a vector, in the order of `raydpfl.models.flatten`."""
         raise NotImplementedError
 
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
-        """Writes the mean of the samples' gradients, each clipped if asked, into `self.gradient`;
-        returns the mean of their losses.
-        """
+        """Writes the mean (clipped) gradient into `self.gradient`; returns the mean loss."""
         raise NotImplementedError
 
     def _descend(self, x: torch.Tensor, y: torch.Tensor, descent: Descent) -> torch.Tensor:
-        """Makes a step of `self.flat` by the mean of the samples' gradients; returns the mean of
-        their losses.
-        """
+        """Makes a step of `self.flat` by the mean gradient; returns the mean loss."""
         raise NotImplementedError
 
     def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
@@ -137,9 +131,7 @@ class OneByOne(Backend):
             yield batch.permute(0, 3, 1, 2) if images_last else batch, y.index_select(0, rows)
 
     def _step_of(self, chunk: ChunkData, slot: int) -> Callable[[int, Batch], None]:
-        """What makes the k-th step of a client from `gradient`, that of its batch; called with
-        `flat` at what the client is pulled to.
-        """
+        """What makes step k from `gradient`; called with `flat` at what the client is pulled to."""
         correction = None
         if chunk.corrections is not None:
             correction = self._add_inside(torch.zeros_like(self.flat), chunk.corrections[slot])

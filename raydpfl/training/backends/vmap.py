@@ -39,9 +39,7 @@ the clients' losses, these [C], and where samples are clipped the factors [C, B]
 
 
 class _Forward:
-    """A module's forward with other tensors in the place of its trained parameters: what
-    `torch.func.functional_call` does, which looks for them in every call.
-    """
+    """`torch.func.functional_call`, which looks for the trained parameters once."""
 
     def __init__(self, module: nn.Module, names: list[str]):
         """`names`: of the parameters, in the order of the others."""
@@ -62,7 +60,7 @@ class _Forward:
         try:
             for held, name, place, _ in self.places:
                 held[name] = parameters[place]
-            with Dropout(iter(masks)) if masks else nullcontext():
+            with Dropout(masks) if masks else nullcontext():
                 return self.module(x)
         finally:
             for held, name, _, own in self.places:
@@ -228,9 +226,7 @@ class Vmap(Backend):
         masks: Masks,
         clip: float,
     ) -> Any:
-        """Of one client: the sum of its samples' clipped gradients by their shares, that of their
-        losses, and the clip factors, float32 [B].
-        """
+        """One client's sums of clipped gradients and of losses by shares, and the factors [B]."""
         total = {name: torch.zeros_like(part) for name, part in named.items()}
         loss = 0.0
         clipping: list[torch.Tensor] = []

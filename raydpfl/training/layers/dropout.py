@@ -11,7 +11,7 @@ its own generator, for its real samples alone.
 True
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +32,9 @@ class DropoutCall(NamedTuple):
 class Dropout(TorchFunctionMode):
     """Takes the masks of `F.dropout` and of attention, in their order, from `masks`."""
 
-    def __init__(self, masks: Iterator[torch.Tensor]):
+    def __init__(self, masks: Iterable[torch.Tensor] = ()):
         super().__init__()
-        self.masks = masks
+        self.masks = iter(masks)
 
     def mask(self, x: torch.Tensor, p: float) -> torch.Tensor:
         """What x is multiplied by where each of its numbers is dropped with probability p."""
@@ -88,12 +88,7 @@ class Dropout(TorchFunctionMode):
 
 
 class RowMajor(Dropout):
-    """Draws each mask from torch's generator in the order of its axes, where torch itself draws in
-    the order in which x lies in memory.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(iter(()))
+    """Draws each mask in the order of its axes; torch draws in the order of memory."""
 
     def mask(self, x: torch.Tensor, p: float) -> torch.Tensor:
         drawn = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
@@ -106,7 +101,7 @@ class Record(Dropout):
     """
 
     def __init__(self) -> None:
-        super().__init__(iter(()))
+        super().__init__()
         self.calls: list[DropoutCall] = []
 
     def mask(self, x: torch.Tensor, p: float) -> torch.Tensor:

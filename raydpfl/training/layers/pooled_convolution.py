@@ -1,13 +1,10 @@
 """Convolutions that are max-pooled, with the gradients of single samples by their filters.
 
-Only where a maximum was does the convolution's output have a gradient: of a 2 x 2 pooling, one
-place of four, and fewer where an activation passes none. A sample's gradient by a channel's filter
-is the sum, over its maxima, of the gradient there times the patch of the image that the output was
-taken from. Compiled code (`core/native/convolution.c`) takes the maxima image by image, so that
-the outputs never leave the cache, and keeps where their patches are; that sum for the step, or
-twice where samples are clipped, once for the norms and once, weighted by the clip factors, for the
-mean, with no sample's gradient in memory; and the gradient by the images. Every sum has an order of
-its own, as in all compiled code.
+Only where a maximum was does the convolution's output have a gradient. A sample's gradient by a
+channel's filter is the sum, over its maxima, of the gradient there times the patch of the image
+that the output was taken from. Compiled code (`core/native/convolution.c`) takes the maxima image
+by image, so that the outputs never leave the cache, and that sum for the step, or where samples are
+clipped once for the norms and once, weighted, for the mean, with no sample's gradient in memory.
 """
 
 import ctypes
@@ -39,9 +36,7 @@ def _pair(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
 
 @dataclass(frozen=True)
 class Window:
-    """How a convolution, and the max-pooling that follows it, move over their images: pairs, of
-    height and width.
-    """
+    """How a convolution and its max-pooling move over images: pairs, of height and width."""
 
     kernel: Sequence[int]
     stride: Sequence[int]
@@ -70,12 +65,7 @@ class Filters:
     """A batch of images under a convolution that is max-pooled."""
 
     def __init__(self, images: torch.Tensor, channels: int, window: Window):
-        """
-        Args:
-            images: float32 [B, c, H, W].
-            channels: of the outputs, C.
-            window: of the convolution and the pooling.
-        """
+        """Of images float32 [B, c, H, W], with so many output channels."""
         count, inputs, height, width = images.shape
         down, across = window.padding
         row = (width + 2 * across) * inputs
@@ -96,9 +86,7 @@ class Filters:
         )
 
     def maxima(self, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """What the pooling gives, float32 [B, C, h, w] with channels last in memory, from the
-        filters [C, height, width, c] and the bias [C].
-        """
+        """The maxima, float32 [B, C, h, w], by filters [C, height, width, c] and bias [C]."""
         maxima = torch.empty(self.cells)
         about = (weights.contiguous(), None if bias is None else bias.contiguous())
         self._call("raydpfl_maxima", self.unpadded, self.images, *about, maxima, self.where)
@@ -115,18 +103,14 @@ class Filters:
         return squares
 
     def total(self, factors: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of the samples' gradients, weighted by `factors`, float32 [B], if given: float32
-        [C, height of a filter, width times c].
-        """
+        """The sum of gradients, by `factors` [B] if given: float32 [C, height, width times c]."""
         total = torch.empty(self.shape)
         weights = None if factors is None else factors.contiguous()
         self._call("raydpfl_filters", self.images, self.g, self.where, weights, None, total)
         return total
 
     def by_images(self, weights: torch.Tensor) -> torch.Tensor:
-        """The gradient by the images, float32 [B, c, H, W] with channels last in memory, from the
-        filters [C, height, width, c].
-        """
+        """By the images, float32 [B, c, H, W], from the filters [C, height, width, c]."""
         by_images = torch.empty_like(self.unpadded)
         self._call("raydpfl_by_images", self.g, self.where, weights.contiguous(), by_images)
         return by_images.permute(0, 3, 1, 2)
