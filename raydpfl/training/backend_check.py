@@ -16,6 +16,7 @@ from raydpfl.models.linear_stack import NoStack
 from raydpfl.models.tasks import Form
 from raydpfl.training.backends import REFERENCE
 from raydpfl.training.backends.base import Starts
+from raydpfl.training.backends.frozen_base import NotOneBatch
 from raydpfl.training.backends.ghost_clipping import NotLayerwise
 from raydpfl.training.trainer import Trainer
 
@@ -45,7 +46,7 @@ def mismatch(
                 errors = torch.minimum(errors, relative.cpu())
                 if errors.max() <= TOLERANCE:
                     return None
-    except (NoStack, NotLayerwise) as error:
+    except (NoStack, NotLayerwise, NotOneBatch) as error:
         return str(error)
     except RAISED as error:  # a module may do anything when it is traced or vmapped
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -332,7 +332,7 @@ def epsilons(cases: Sequence[LabelledRun]) -> Piece:
         rows.append({**row, "against": listed([*observers])})
     caption = "The largest over the seeds, as each run states it first. Rigorous ones hold, the "
     caption += "smallest of several; a formula is what a paper prints, whether or not its "
-    caption += "conditions hold. Empty: a run is not private, or not accounted for. From the summaries."
+    caption += "conditions hold. Empty: not private, or not accounted for. From the summaries."
     return Table("epsilons", "Epsilon by cell", caption, rows)
 
 
