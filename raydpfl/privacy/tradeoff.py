@@ -139,12 +139,11 @@ class TradeOff:
         return 1 - self.false_negatives(false_positives)
 
     def nearest_gaussian(self) -> tuple[float, float]:
-        """mu and regret of the nearest Gaussian from below: the smallest mu such that the
-        trade-off curve of N(0, 1) against N(mu, 1) is nowhere above f where both error rates are at
-        least 1e-10 [2]; infinite if there is none. So what it says of attacks is proved there. The
-        regret is the smallest r with f(a + r) - r <= G_mu(a) for all a: how far f is above it.
-
-        f is linear between its corners and the Gaussian's curve convex, so that the corners decide.
+        """mu and regret of the nearest Gaussian from below: the smallest mu such that the trade-off
+        curve of N(0, 1) against N(mu, 1) is nowhere above f where both error rates are at least
+        1e-10 [2]; infinite if there is none. The regret is the smallest r with
+        f(a + r) - r <= G_mu(a) for all a. f is linear between its corners and the Gaussian's curve
+        convex, so that the corners decide.
         """
         from scipy.special import ndtri
 
@@ -171,9 +170,7 @@ class TradeOff:
 
     @cached_property
     def _corners(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where the lines of neighbouring epsilons meet: false-positive and false-negative rates,
-        float64 [n] each, up to the diagonal, from which the curve is mirrored.
-        """
+        """Where lines of neighbouring epsilons meet: false-positive and false-negative rates."""
         delta = np.minimum.accumulate(self.profile)
         drops = -np.diff(delta)
         low, high = self.epsilons[:-1], self.epsilons[1:]
@@ -182,9 +179,7 @@ class TradeOff:
         return slopes * shrinks, 1 - delta[:-1] - slopes
 
     def to_dict(self) -> dict[str, Any]:
-        """What reports state, as JSON values: the profile and f at some points, the nearest
-        Gaussian, and the largest power of an attack at a false-positive rate of `LOW_RATE`.
-        """
+        """What reports state, as JSON values."""
         mu, regret = self.nearest_gaussian()
         rates = np.concatenate([np.geomspace(1e-6, 0.1, 21), np.linspace(0.15, 1.0, 18)])
         place = min(int((self.profile > 1e-12).sum()), len(self.epsilons) - 1)

@@ -141,8 +141,7 @@ class Rounds:
 
     def _window(self, masses: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
         """The grid indices that the sums are above, or below, with probability at most 1e-15, after
-        `first`, ..., T rounds (Chernoff, by the best of some orders). `masses` float64 [levels, and
-        the Gaussian over everyone, 2n + 1].
+        `first`, ..., T rounds. `masses` float64 [levels, and the Gaussian over everyone, 2n + 1].
         """
         surprise = math.log(1 / pld._WINDOW)
         rounds = len(self._weights)

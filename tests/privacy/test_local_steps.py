@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import experiment
+from conftest import experiment, local_steps
 from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from dp_accounting.rdp import RdpAccountant
@@ -20,7 +20,6 @@ from raydpfl.privacy import (
     Event,
     Guarantee,
     LocalSteps,
-    Mechanism,
     Query,
     Sampling,
     calibrate_local_steps,
@@ -68,7 +67,7 @@ def alone(mechanism: LocalSteps, k: int, count: int, accountant: str) -> float:
         return 0.0
     client = {"samples": int(mechanism.samples[k]), "batch": int(mechanism.batches[k])}
     client |= {"bound": mechanism.bound, "std": float(mechanism.stds[k])}
-    one = Mechanism.of_local_steps(**client, steps=mechanism.steps * count)
+    one = local_steps(**client, steps=mechanism.steps * count)
     return epsilon(one, "replace_one", mechanism.delta, accountant=accountant)
 
 
@@ -352,7 +351,7 @@ def test_epochs_are_not_amplified_and_say_so():
     )
     # 2 epochs a participation, 3 participations: a sample is in 6 batches, each of sensitivity
     # 2/10.
-    plain = Mechanism.of_local_steps(samples=100, batch=100, steps=6, bound=1.0, std=2.0 * 10 / 100)
+    plain = local_steps(samples=100, batch=100, steps=6, bound=1.0, std=2.0 * 10 / 100)
     (spent,) = report_of(epochs).epsilons("pld", [3])
     assert spent == pytest.approx(epsilon(plain, "replace_one", 1e-5), rel=1e-9)
     assert spent > report_of(fresh).epsilons("pld", [3])[0]
