@@ -339,8 +339,8 @@ class Mechanism:
         return {query.name: query.std / query.bound * scale for query in self.sums}
 
     def event(self, relation: Relation) -> Event:
-        """What accountants compose: one round, and all surveys once, under this relation. A client's
-        own rounds are taken to be those with the least noise, as are all of an epoch.
+        """What accountants compose: one round, and all surveys once. A client's own rounds are
+        taken to be those with the least noise, as are all of an epoch.
         """
         once = self.survey.mu(relation) if self.survey else 0.0
         loss = None
@@ -391,7 +391,7 @@ class Mechanism:
 
     @property
     def draws(self) -> float:
-        """Std of the noise on the sum / std of one draw: sqrt(r) of r clients, B on a mean, or 1."""
+        """Std of the noise on the sum / std of one draw: sqrt(r) of r clients, B on a mean, 1."""
         r = self.sampling.cohort
         return {"server": 1.0, "client": math.sqrt(r), "step": float(r)}[self.placement]
 

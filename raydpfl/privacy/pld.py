@@ -736,7 +736,7 @@ def _tail(losses: Sequence[tuple[LossDistribution, int]]) -> np.ndarray:
 
 def with_replacement_curve(p_max: float, draws: int, mu: float) -> Curve:
     """One round on `draws` draws with replacement, under replace-one: the bound of [2] Theorem 10
-    for the likeliest client, of probability `p_max` at one draw (docs/proofs.md); `mu`: of one draw.
+    for the likeliest client, of probability `p_max` at one draw (docs/proofs.md); `mu` of one.
     """
     chance, times, chances, rest = _draws_of_one(p_max, draws)
 

@@ -13,6 +13,7 @@ from raydpfl.privacy.types import is_count
 
 _EPOCH = "T, the rounds of an epoch: an integer, at least 1"
 
+
 class RandomAllocationSampling(SamplingScheme):
     """`cohort` clients are expected, rounded; covered where a client may be absent."""
 
