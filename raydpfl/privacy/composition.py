@@ -37,24 +37,15 @@ from raydpfl.privacy.types import Relation
 
 @dataclass(frozen=True)
 class RunRelease:
-    """What one run has released.
+    """What one run has released."""
 
-    Args:
-        name: of the run, in words.
-        mechanism, relation: of its sums, with the surveys that it has released.
-        rounds: how many rounds of it compose.
-        participations: the largest number of times that any client was drawn; None: unknown.
-        seed: of the cohorts.
-        cohorts: what else the cohorts are a function of.
-    """
-
-    name: str
-    mechanism: Mechanism
+    name: str  # in words
+    mechanism: Mechanism  # of its sums, with the surveys that it has released
     relation: Relation
-    rounds: int
-    participations: int | None
-    seed: int
-    cohorts: str
+    rounds: int  # that compose
+    participations: int | None  # the most times that any client was drawn; None: unknown
+    seed: int  # of the cohorts
+    cohorts: str  # what else these are a function of
 
     def __str__(self) -> str:
         noise = f"noise multiplier {self.mechanism.noise_multiplier:.4g}"
@@ -63,22 +54,14 @@ class RunRelease:
 
 @dataclass(frozen=True, eq=False)
 class StepsRelease:
-    """What one run with noise at local steps has released.
+    """What one run with noise at local steps has released."""
 
-    Args:
-        name, release: of the run, in words; of its clients.
-        participations: of each client, int64 [N].
-        seed: of cohorts and batches.
-        cohorts: a digest of the clients of each round.
-        rows: what batches are drawn among, and how, in words.
-    """
-
-    name: str
+    name: str  # in words
     release: LocalSteps
-    participations: np.ndarray
-    seed: int
-    cohorts: tuple[str, ...]
-    rows: str
+    participations: np.ndarray  # of each client, int64 [N]
+    seed: int  # of cohorts and batches
+    cohorts: tuple[str, ...]  # a digest of the clients of each round
+    rows: str  # what batches are drawn among, and how, in words
 
     def __str__(self) -> str:
         most = f"up to {int(self.participations.max())} participations of a client"

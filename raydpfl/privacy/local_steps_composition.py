@@ -65,10 +65,11 @@ def together(
             HIDDEN_BATCH if hidden else "",
             client=worst if math.isfinite(epsilon) and clients else None,
         )
-        guarantees.append(Guarantee(
+        one = Guarantee(
             "rigorous", name, "sample", "replace_one", Observer.UPDATES, scope, epsilon, delta,
             tuple(dict.fromkeys(exclusions)), failed,
-        ))  # fmt: skip
+        )  # fmt: skip
+        guarantees.append(one)
     notes = () if reason is None else (f"no epsilon with the batches hidden: {reason}",)
     return Composition(tuple(runs), tuple(guarantees), notes)
 

@@ -380,9 +380,7 @@ class Mechanism:
 
     def asking(self, times: int) -> Mechanism:
         """The same mechanism, with its survey released so many times; itself without one."""
-        if self.survey is None or self.survey.times == times:
-            return self
-        return replace(self, survey=replace(self.survey, times=times))
+        return replace(self, survey=replace(self.survey, times=times)) if self.survey else self
 
     @property
     def distributed(self) -> bool:

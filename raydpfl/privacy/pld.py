@@ -738,7 +738,18 @@ def with_replacement_curve(p_max: float, draws: int, mu: float) -> Curve:
     """One round on `draws` draws with replacement, under replace-one: the bound of [2] Theorem 10
     for the likeliest client, of probability `p_max` at one draw (docs/proofs.md); `mu` of one.
     """
-    chance, times, chances, rest = _draws_of_one(p_max, draws)
+    from scipy.special import bdtrc, gammaln
+
+    chance, times, chances, rest = 1.0, np.array([draws]), np.array([1.0]), 0.0
+    if p_max < 1:
+        chance = -math.expm1(draws * math.log1p(-p_max))
+        counts = np.arange(1, draws + 1)  # up to those beyond which there is 1e-17 at most
+        most = int(np.argmax(np.append(bdtrc(counts[:-1], draws, p_max) < _TAIL, True))) + 1
+        times = counts[:most]
+        logs = gammaln(draws + 1) - gammaln(times + 1) - gammaln(draws - times + 1)
+        logs = logs + times * math.log(p_max) + (draws - times) * math.log1p(-p_max)
+        chances = np.exp(logs)
+        rest = float(bdtrc(most, draws, p_max)) if most < draws else 0.0
 
     def curve(epsilon: np.ndarray) -> np.ndarray:
         inner = _unsampled(epsilon, chance)
@@ -746,21 +757,3 @@ def with_replacement_curve(p_max: float, draws: int, mu: float) -> Curve:
         return sum(weight * gaussian_delta(inner, k * mu) for k, weight in drawn) + rest
 
     return curve
-
-
-def _draws_of_one(p: float, draws: int) -> tuple[float, np.ndarray, np.ndarray, float]:
-    """How often a client of probability `p` comes up in `draws` draws: the probability that it does
-    at all; counts from 1, int64 [k]; their probabilities, float64 [k]; that of more, up to 1e-17.
-    """
-    from scipy.special import bdtrc, gammaln
-
-    if p >= 1:
-        return 1.0, np.array([draws]), np.array([1.0]), 0.0
-    chance = -math.expm1(draws * math.log1p(-p))
-    counts = np.arange(1, draws + 1)
-    most = int(np.argmax(np.append(bdtrc(counts[:-1], draws, p) < _TAIL, True))) + 1
-    times = counts[:most]
-    log_binomials = gammaln(draws + 1) - gammaln(times + 1) - gammaln(draws - times + 1)
-    chances = np.exp(log_binomials + times * math.log(p) + (draws - times) * math.log1p(-p))
-    rest = float(bdtrc(most, draws, p)) if most < draws else 0.0
-    return chance, times, chances, rest

@@ -34,7 +34,7 @@ from raydpfl.privacy.mechanism import Event, Mechanism
 from raydpfl.privacy.observers import views
 from raydpfl.privacy.types import Terms
 
-_GROUPS = 32  # different numbers of surveys in a curve
+_GROUPS = 32  # different numbers of surveys in a curve, so that few are composed
 _MARGIN = 1e-6  # relative: how far a true epsilon may exceed a claim
 
 
@@ -63,7 +63,10 @@ class SumsReport:
             surveys: int64 [T], how often all clients were asked until then; None: never.
         """
         curves = {name: np.full(len(rounds), np.inf) for name in self.accountants}
-        asked = _in_groups(np.zeros(len(rounds), int) if surveys is None else surveys)
+        surveys = np.zeros(len(rounds), int) if surveys is None else surveys
+        most = int(surveys.max(initial=0))
+        step = max(1, -(-most // _GROUPS))
+        asked = np.minimum(-(-surveys // step) * step, most)
         released = (self.mechanism, rounds, self.terms)
         proved = self._proved(draws, rounds) if self.mechanism.unproved else released
         for name in self.accountants:
@@ -132,15 +135,6 @@ def _curve(mechanism: Mechanism, accountant: str, rounds: np.ndarray, terms: Ter
     epsilons = curve[np.maximum(rounds, 1) - first]
     asked = mechanism.survey is not None and mechanism.survey.times
     return epsilons if asked else np.where(rounds, epsilons, 0.0)
-
-
-def _in_groups(surveys: np.ndarray) -> np.ndarray:
-    """How many surveys a value of a curve counts, int64 [n], from how many were released: of many
-    some more, so that few curves are composed.
-    """
-    most = int(surveys.max(initial=0))
-    step = max(1, -(-most // _GROUPS))
-    return np.minimum(-(-surveys // step) * step, most)
 
 
 @lru_cache(maxsize=4096)
@@ -289,7 +283,8 @@ class LocalStepsReport:
             worst = int(covered[np.argmax(spent)])
             epsilon = float(spent.max())
             scope = scope_of(release, worst, int(counts[worst]), spent, group)
-            if group and self._by_group_privacy(name, worst, group):
+            # hidden batches of fixed size have curves of groups
+            if release.sampling == "epochs" and 0 < group < release.samples[worst]:
                 scope = scope.marked(GROUP)
             delta, failed = self._conditions(name, worst, int(counts[worst]), epsilon)
             if name not in FORMULAS and release.stds[worst]:
@@ -311,13 +306,6 @@ class LocalStepsReport:
         hidden = np.flatnonzero(release.amplified & (release.samples > group))
         schemes = (together(release.batch_sampling(k), group)[0].scheme for k in hidden[:1])
         return all(scheme.gives(named(name).needs) for scheme in schemes)
-
-    def _by_group_privacy(self, name: str, k: int, group: int) -> bool:
-        release = self.release
-        if release.sampling == "epochs":
-            return group < release.samples[k]
-        scheme = release.event(k, group).sampling.scheme
-        return scheme.by_group_privacy(named(name).needs)
 
     def _covered(self, name: str) -> np.ndarray:
         """Bool [N]: clients not public, with noise of the formula where it calibrates any."""

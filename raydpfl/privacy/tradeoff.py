@@ -43,18 +43,13 @@ _TOGETHER = 1 << 22  # numbers of a table that is held at once
 
 @dataclass(frozen=True, eq=False)
 class TradeOff:
-    """A lower bound on the trade-off curve f, and the privacy profile that it is of.
+    """A lower bound on the trade-off curve f, and the privacy profile that it is of."""
 
-    Args:
-        epsilons: float64 [n], from 0 on, rising.
-        deltas: float64 [directions, n], upper bounds on delta there: of the unit there against it
-            not there, and the reverse; or one row, which holds for both.
-        mu: where f is exactly that of N(0, 1) against N(mu, 1); else None.
-    """
-
-    epsilons: np.ndarray
+    epsilons: np.ndarray  # float64 [n], from 0 on, rising
+    # float64 [directions, n], upper bounds on delta there: of the unit there against it not there,
+    # and the reverse; or one row, which holds for both
     deltas: np.ndarray
-    mu: float | None = None
+    mu: float | None = None  # where f is exactly that of N(0, 1) against N(mu, 1)
 
     @classmethod
     def gaussian(cls, mu: float) -> TradeOff:
@@ -117,7 +112,10 @@ class TradeOff:
 
             with np.errstate(invalid="ignore"):
                 return np.where(rates >= 1, 0.0, ndtr(-ndtri(rates) - self.mu))
-        rising, falling = self._profiles(null)
+        present, absent = self.deltas[0], self.deltas[-1]
+        if null == "either":
+            present = absent = self.profile
+        rising, falling = (absent, present) if null == "present" else (present, absent)
         grows = np.exp(np.minimum(self.epsilons, 700.0))
         flat = rates.ravel()
         best = np.zeros_like(flat)
@@ -126,13 +124,6 @@ class TradeOff:
             lines = np.maximum(1 - rising - grows * some, (1 - falling - some) / grows)
             best[first : first + size] = lines.max(axis=1).clip(min=0.0)
         return best.reshape(rates.shape)
-
-    def _profiles(self, null: Null) -> tuple[np.ndarray, np.ndarray]:
-        """delta of the alternative against the null, and the reverse, float64 [n] each."""
-        if null == "either":
-            return self.profile, self.profile
-        present, absent = self.deltas[0], self.deltas[-1]
-        return (present, absent) if null == "absent" else (absent, present)
 
     def true_positives(self, false_positives: ArrayLike) -> np.ndarray:
         """The largest true-positive rate of any attack, 1 - f; as `false_negatives`."""

@@ -29,6 +29,7 @@ from raydpfl.privacy import (
     report_of,
 )
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS
+from raydpfl.privacy.accounting import NOISELESS
 from raydpfl.privacy.guarantee import SHARES, column
 from raydpfl.privacy.release_report import row_quantiles
 from raydpfl.simulation.resolution import resolve
@@ -342,6 +343,15 @@ def test_epochs_are_counted_at_the_worst_that_the_batches_can_do():
         assert worst <= release.compositions[0]
         exact += worst == release.compositions[0]
     assert exact >= 5
+
+
+@pytest.mark.parametrize("sampling", ["fresh", "epochs"])
+def test_clients_without_noise_have_no_guarantee_for_a_sample_or_a_person(sampling):
+    release = LocalSteps([100, 50], 10, 20, 1.0, 1e-5, [0.0, 2.0], sampling=sampling)
+    sample, person = report_of(release, ["pld"]).guarantees([1, 1])
+    assert (sample.unit, person.unit) == ("sample", "person")
+    assert sample.epsilon == person.epsilon == math.inf
+    assert sample.conditions_failed == person.conditions_failed == (NOISELESS,)
 
 
 def test_epochs_are_not_amplified_and_say_so():
