@@ -79,6 +79,14 @@ def experiment(**sections):
     return Experiment.from_dict(tree)
 
 
+def local_steps(*, samples: int, batch: int, steps: int, bound: float, std: float):
+    """One client's DP-SGD: `std` is that of the noise on the mean gradient of a batch."""
+    from raydpfl.privacy import Mechanism, Query, Sampling
+
+    query = Query("gradient", bound, batch * std)
+    return Mechanism(Sampling("fixed", samples, batch), (query,), steps, "sample", "step")
+
+
 def batches(shards, name, size=100):
     """The `test` or `validation` rows of opened data for training, `size` at a time: x and y."""
     return itertools.starmap(shards.decoded, shards.stored_batches(name, size))

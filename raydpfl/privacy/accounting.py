@@ -80,8 +80,8 @@ def epsilon_curve(
     v: float = 4.0,
     first: int = 1,
 ) -> np.ndarray:
-    """Epsilon after `first`, ..., `rounds` rounds, float64 [rounds - first + 1]. The composition is
-    that of `epsilon`: the two agree to about 1e-9, and neither is below the truth.
+    """Epsilon after `first`, ..., `rounds` rounds, float64 [rounds - first + 1]; it agrees with
+    `epsilon` to about 1e-9.
 
     Args:
         first: at least 1. The others, and the errors, are those of `epsilon`.
@@ -103,8 +103,7 @@ def delta(
     """Delta of a mechanism after some rounds; 1 without noise.
 
     Args:
-        epsilon: finite, at least 0. The others, and the errors, are those of the function
-            `epsilon`.
+        epsilon: finite, at least 0. The others, and the errors, are those of `epsilon` above.
     """
     if not (0 <= epsilon < math.inf):
         raise ConfigError("epsilon", epsilon, "a finite number, zero or above")
@@ -122,8 +121,7 @@ def tradeoff(
     v: float = 4.0,
 ) -> TradeOff:
     """The trade-off curve f of a mechanism after some rounds, by an accountant: of a rigorous one
-    never above the truth, so that no attack does better; of pld that of its own loss distribution,
-    in both directions where they differ. Without noise f is 0.
+    never above the truth; without noise 0.
 
     Args:
         mechanism, relation, rounds, accountant, v: as, and the errors are, those of `epsilon`.
@@ -148,10 +146,8 @@ def guarantees(
     is infinite and the guarantee says why.
 
     Args:
-        accountants: their names.
-        participations: the largest number of times that any client was drawn; None: unknown, so
-            that every round counts against an observer who knows the cohorts. The others are those
-            of `epsilon`.
+        accountants: their names. The others are those of `epsilon`.
+        participations: the most times that any client was drawn; None: every round may count.
     """
     rounds = mechanism.rounds if rounds is None else rounds
     claims = []

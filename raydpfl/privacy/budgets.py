@@ -37,17 +37,16 @@ FIELD = "noise.epsilon"
 
 
 class BudgetDistribution(Member):
-    """Base of the family; a member gives `budgets`. Budgets below `floor` are raised to it
-    (PRIVACY.md sec. 5). A client is public, its budget infinite, with probability `public`.
-    """
+    """Base of the family; a member gives `budgets` (PRIVACY.md sec. 5)."""
 
-    floor: float = Field(default=FLOOR, gt=0)
-    public: float = Field(default=0.0, ge=0, le=1)
+    floor: float = Field(default=FLOOR, gt=0, description="epsilon that budgets are raised to")
+    public: float = Field(
+        default=0.0, ge=0, le=1, description="probability of a public client, with no limit"
+    )
 
     def draw(self, seed: int, clients: int, root: Path | None = None) -> np.ndarray:
-        """The budgets of all clients, epsilons float64 [clients]; infinite for public clients.
-        Raises `ConfigError` if the distribution gives no numbers, or a file under `root`, the
-        folder of data sets, lacks them.
+        """Epsilons float64 [clients]; infinite for public clients. Raises `ConfigError` if the
+        distribution gives no numbers, or a file under `root`, the folder of data sets, lacks them.
         """
         words = stream(seed, Purpose.BUDGET).bit_generator.random_raw(4 * clients)
         words = words.reshape(clients, 4)[:, :3]
@@ -65,10 +64,10 @@ class BudgetDistribution(Member):
 
 
 class ConstantBudget(BudgetDistribution):
-    """`epsilon` for everyone."""
+    """One for everyone."""
 
     kind: str = "constant"
-    epsilon: float = Field(gt=0)
+    epsilon: float = Field(gt=0, description="of every client; not below the floor")
 
     @model_validator(mode="after")
     def _above_the_floor(self) -> ConstantBudget:
@@ -85,8 +84,8 @@ class UniformBudgets(BudgetDistribution):
     """U(low, high) (003 Tables III, IV: U(0, 1))."""
 
     kind: str = "uniform"
-    low: float = Field(default=0.0, ge=0)
-    high: float = 1.0
+    low: float = Field(default=0.0, ge=0, description="least epsilon")
+    high: float = Field(default=1.0, description="largest epsilon; above low and floor")
 
     @model_validator(mode="after")
     def _interval(self) -> UniformBudgets:
@@ -100,20 +99,22 @@ class UniformBudgets(BudgetDistribution):
 
 
 class NormalComponent(BaseModel):
-    """A normal distribution with a standard deviation, not a variance, and its weight."""
+    """A normal distribution and its weight."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    weight: float = Field(gt=0)
-    mean: float
-    std: float = Field(gt=0)
+    weight: float = Field(gt=0, description="relative to the other components")
+    mean: float = Field(description="of epsilon, before negative values are drawn again")
+    std: float = Field(gt=0, description="of epsilon; a standard deviation, not a variance")
 
 
 class MixtureOfBudgets(BudgetDistribution):
-    """A mixture of normals; negative values are drawn again (003 sec. VI-C and VI-D2)."""
+    """A mixture of normals (003 sec. VI-C and VI-D2)."""
 
     kind: str = "normal_mixture"
-    components: tuple[NormalComponent, ...] = Field(min_length=1)
+    components: tuple[NormalComponent, ...] = Field(
+        min_length=1, description="weight, mean and std of each; negative values are drawn again"
+    )
 
     def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
         # Rejection leaves component i with a probability proportional to w_i P[X_i > 0], and X_i
@@ -131,24 +132,24 @@ class MixtureOfBudgets(BudgetDistribution):
 
 
 class ColumnOfBudgets(BudgetDistribution):
-    """Budgets from a column of a CSV, Parquet, Arrow or NPZ file; that of a public client is inf.
-
-    Row k is client k's. Or `client` names a column of ids, numbered in sorted order as partition
-    `natural` numbers them; all rows of a client must then agree. `path` is absolute, or relative to
-    the data root or the working folder.
-    """
+    """Budgets from a column of a file."""
 
     named: ClassVar[frozenset[str]] = frozenset({"path"})
 
     kind: str = "column"
-    path: str
-    column: str = "epsilon"
-    client: str | None = None
+    path: str = Field(
+        description="CSV, Parquet, Arrow or NPZ; absolute, or in the data root or working folder"
+    )
+    column: str = Field(default="epsilon", description="of epsilons, inf for a public client")
+    client: str | None = Field(
+        default=None,
+        description="column of ids, numbered in sorted order, in rows that agree; none: row k is "
+        "client k's",
+    )
 
     def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
         columns = clients_table(FIELD, self.path, root, column=self.column, client=self.client)
         epsilons = numbers(f"{FIELD}.column", self.column, columns["column"])
-        clients = len(uniform)
         rows = np.flatnonzero(~(epsilons > 0))
         if len(rows):
             expected = f"positive numbers, inf for a public client; row {rows[0]} has "
@@ -159,20 +160,18 @@ class ColumnOfBudgets(BudgetDistribution):
             first += f"which asks for {epsilons[rows[0]]:g}"
             log.warning("budgets below %s.floor are raised to %g: %s", FIELD, self.floor, first)
         if self.client is not None:
-            epsilons = self._of_clients(epsilons, columns["client"])
-        if len(epsilons) != clients:
-            expected = f"a budget for each of the {clients} clients; it has {len(epsilons)}"
+            ids, firsts, number = np.unique(
+                columns["client"], return_index=True, return_inverse=True
+            )
+            rows = np.flatnonzero(epsilons != epsilons[firsts][number])
+            if len(rows):
+                expected = f"one budget for each client; client {ids[number[rows[0]]]} has several"
+                raise ConfigError(f"{FIELD}.column", self.column, expected)
+            epsilons = epsilons[firsts]
+        if len(epsilons) != len(uniform):
+            expected = f"a budget for each of the {len(uniform)} clients; it has {len(epsilons)}"
             raise ConfigError(f"{FIELD}.path", self.path, expected)
         return epsilons
-
-    def _of_clients(self, epsilons: np.ndarray, client: np.ndarray) -> np.ndarray:
-        """One budget a client, float64 [clients], from the budgets of its rows."""
-        ids, first, number = np.unique(client, return_index=True, return_inverse=True)
-        rows = np.flatnonzero(epsilons != epsilons[first][number])
-        if len(rows):
-            expected = f"one budget for each client; client {ids[number[rows[0]]]} has several"
-            raise ConfigError(f"{FIELD}.column", self.column, expected)
-        return epsilons[first]
 
 
 FAMILY: dict[str, type[BudgetDistribution]] = {

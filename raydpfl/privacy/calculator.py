@@ -98,9 +98,9 @@ class Answer:
 
 @dataclass
 class Budget:
-    """The answers to a question, of every accountant against every observer, and the guarantees of
-    one mechanism: that with the noise and rounds of the first answer (pld, against the observer who
-    sees least), or `run`. Raises `ConfigError` if one round spends more than epsilon.
+    """The answers of every accountant against every observer, and the guarantees of one mechanism:
+    that of the first answer (pld, against the observer who sees least), or `run`. Raises
+    `ConfigError` if one round spends more than epsilon.
     """
 
     asked: Mechanism  # in which a 1 stands for the noise or the rounds if they are unknown
@@ -131,7 +131,10 @@ class Budget:
         held = self.answers
         if self.unknown != "epsilon":
             held = tuple(self._answers(self.mechanism, "epsilon"))
-        self.persons = tuple(self._of_person())
+        self.persons: tuple[Guarantee, ...] = ()
+        if self.person is not None:
+            (view,) = self._seen(self.mechanism.of_person(self.person), self.rounds)
+            self.persons = tuple(guarantee_against(view, name, self.delta) for name in RIGOROUS)
         claims = [answer.guarantee for answer in held]
         self.guarantees = (*claims, *self.individual, *self.persons)
         lax = loose(self.delta, self.asked.sampling.population, self.asked.unit)
@@ -148,12 +151,10 @@ class Budget:
 
     @property
     def repeated(self) -> str:
-        """What composes."""
         return "participations" if self.of_samples else "rounds"
 
     @property
     def rounds(self) -> int:
-        """The rounds of the mechanism."""
         return self.mechanism.rounds // self.steps
 
     @property
@@ -195,9 +196,8 @@ class Budget:
         """What the first guarantee that holds means, that of clients' own budgets if there is one,
         by the largest power of a test at 5% false alarms; why none does, if there is none.
         """
-        ordered = (*self.individual, *self.guarantees)
-        holds = (each for each in ordered if each.kind == "rigorous")
-        finite = (each for each in holds if math.isfinite(each.epsilon))
+        rigorous = (o for o in (*self.individual, *self.guarantees) if o.kind == "rigorous")
+        finite = (one for one in rigorous if math.isfinite(one.epsilon))
         return next(finite, self.guarantees[0]).detection()
 
     def to_dict(self) -> dict[str, Any]:
@@ -228,7 +228,6 @@ class Budget:
         }
 
     def _answers(self, mechanism: Mechanism, unknown: Unknown) -> Iterator[Answer]:
-        """By the rigorous accountants, against every observer, and by the papers' formulas."""
         for name in RIGOROUS:
             yield from self._counted(name, mechanism, unknown)
         if mechanism.unit == "client":
@@ -237,19 +236,10 @@ class Budget:
             for formula in FORMULAS.values():
                 yield self._by_formula(formula, mechanism, unknown)
 
-    def _of_person(self) -> Iterator[Guarantee]:
-        """What the mechanism guarantees a person's samples together."""
-        if self.person is not None:
-            (view,) = self._seen(self.mechanism.of_person(self.person), self.rounds)
-            for name in RIGOROUS:
-                yield guarantee_against(view, name, self.delta)
-
     def _at(self, z: float, rounds: int) -> Mechanism:
-        """The mechanism with this noise multiplier, for so many rounds."""
         return replace(self.asked.with_noise(z), rounds=rounds * self.steps)
 
     def _seen(self, mechanism: Mechanism, rounds: int) -> list[ObserverView]:
-        """What observers see in so many rounds."""
         return list(views(mechanism, self.relation, rounds * self.steps, self.participations))
 
     def _against(self, place: int, name: str, z: float, rounds: int, delta: float) -> Guarantee:
@@ -271,9 +261,9 @@ class Budget:
             yield Answer(guarantee, z, lasting)
 
     def _scale(self, name: str, view: ObserverView, place: int) -> float:
-        """The factor on the noise multiplier that an accountant asks for against an observer;
-        infinite where a survey alone spends more against it, no proof is known, sums of integers do
-        for the first observer alone, or none is enough by rdp where pld is asked too.
+        """The factor on the noise multiplier that an accountant asks for; infinite where a survey
+        alone spends more, no proof is known, sums of integers do for the first observer alone, or
+        none is enough by rdp where pld is asked too.
         """
         seen = view.mechanism
         try:
@@ -289,25 +279,23 @@ class Budget:
         return z / seen.noise_multiplier
 
     def _lasting(self, name: str, place: int, view: ObserverView) -> int:
-        """The largest number of rounds in which the observer at this place stays within epsilon."""
+        """The most rounds in which the observer at this place stays within epsilon."""
         spent = (self._target, view.mechanism, view.relation, self.delta, name, self.v)
         most = rounds_for(*spent)
         return bisect_right(_COUNTS, most, key=lambda t: self._seen(self.asked, t)[place].rounds)
 
     def _by_paper(self, mechanism: Mechanism, unknown: Unknown) -> Answer:
         """By the formula of 000 and 001, which is about the first observer only."""
-        name = "paper"
-        z = mechanism.noise_multiplier
-        rounds = mechanism.rounds
+        z, rounds = mechanism.noise_multiplier, mechanism.rounds
         view = self._seen(mechanism, rounds)[0]
         if unknown == "rounds":
-            rounds = self._lasting(name, 0, view)
+            rounds = self._lasting("paper", 0, view)
         elif unknown == "noise":
             sampling = view.mechanism.sampling
             z = paper_multiplier(self._target, sampling, view.rounds, self.delta, self.v)
             z *= mechanism.noise_multiplier / mechanism.least_multiplier
         at = self._at(z, max(rounds, 1))
-        (printed,) = guarantees(at, self.relation, self.delta, None, [name], v=self.v)
+        (printed,) = guarantees(at, self.relation, self.delta, None, ["paper"], v=self.v)
         return Answer(printed, z, rounds, self._truth(z, rounds, self.delta))
 
     def _truth(self, z: float, rounds: int, delta: float) -> float:
@@ -362,9 +350,8 @@ class Budget:
 @dataclass
 class PersonalBudget:
     """What noise at local steps guarantees a client's samples: `rows` of
-    `LocalStepsReport.client_table`, the guarantees of the client that spends most, and which
-    clients were promised more than holds, in words. `participations` is how often each takes part,
-    by id or int64 [N].
+    `LocalStepsReport.client_table`, the guarantees of the client that spends most, and what is
+    `broken`, in words. `participations`: how often each takes part, by id or int64 [N].
     """
 
     mechanism: LocalSteps
@@ -378,10 +365,9 @@ class PersonalBudget:
         whole = report.guarantees(self.participations)
         self.persons = [one for one in whole if one.unit == "person"]
         if self.person is not None:
-            if not 1 <= self.person <= self.mechanism.largest:
-                expected = (
-                    f"an integer from 1 to the {self.mechanism.largest} samples of the largest"
-                )
+            largest = self.mechanism.largest
+            if not 1 <= self.person <= largest:
+                expected = f"an integer from 1 to the {largest} samples of the largest"
                 raise ConfigError("--person", self.person, expected)
             self.persons = report.of_persons(self.participations, self.person)
         self.guarantees = (*(one for one in whole if one.unit != "person"), *self.persons)
@@ -395,7 +381,6 @@ class PersonalBudget:
 
     @property
     def released(self) -> str:
-        """What is released, in words."""
         mechanism = self.mechanism
         steps = _range(mechanism.client_steps[mechanism.samples > 0], "local steps")
         batch = "all samples"
@@ -424,8 +409,7 @@ class PersonalBudget:
         columns = dict.fromkeys(self.rows[0] if self.rows else ())
         for name in ("client", "calibrated_by", "conditions_failed"):
             columns.pop(name, None)
-        query = mechanism.side_query
-        calibration = mechanism.calibration
+        query, calibration = mechanism.side_query, mechanism.calibration
         counts = mechanism.client_steps[mechanism.samples > 0]
         least, most = int(counts.min()), int(counts.max())
         return {
@@ -451,7 +435,6 @@ class PersonalBudget:
 
 
 def _range(counts: np.ndarray, noun: str) -> str:
-    """The one count, or where clients differ the least and the most, in words."""
     least, most = counts.min(), counts.max()
     return f"{least} {noun}" if least == most else f"{least} to {most} {noun}, by the client's size"
 
@@ -565,8 +548,7 @@ def _drawn(
         raise ConfigError("per_epoch", per_epoch, "none, but for sampling random_allocation")
     per_epoch = 1 if epoch and per_epoch is None else per_epoch
     size = scheme.default(population, epoch, per_epoch) if cohort is None else cohort
-    # which refuses None
-    size = cast(int, size)
+    size = cast(int, size)  # `Sampling` refuses None
     return Sampling(scheme.kind, population, size, epoch=epoch, per_epoch=per_epoch, cap=cap)
 
 
@@ -580,7 +562,7 @@ def _shape(strategy: str | None, separation: int, **shape: int | None) -> dict[s
             raise ConfigError(name, value, f"none, but for strategy {_SHAPED[name]}")
         if value < 1:
             raise ConfigError(name, value, "an integer, at least 1")
-    if given.get("bands", 1) > separation:
+    if "bands" in given and given["bands"] > separation >= 1:
         expected = f"at most {separation}, the rounds after which a client may take part again"
         raise ConfigError("bands", given["bands"], expected)
     return given
@@ -594,16 +576,17 @@ def _correlated(
     unknown: Unknown,
     shape: dict[str, int],
 ) -> tuple[Mechanism, int]:
-    """The mechanism with noise by a strategy of this shape, and the most rounds of a client."""
+    """With noise by a strategy of this shape, and the most rounds of a client."""
     if mechanism.laplace:
         raise ConfigError("strategy", strategy, "none with Laplace noise")
     if strategy not in STRATEGIES:
         raise ConfigError("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
     if unknown == "rounds":
         raise ConfigError("rounds", None, "a number: a strategy is for so many")
-    if separation < 1 or (separation > 1 and mechanism.sampling.everyone):
-        expected = "1 with everyone in every round" if separation > 1 else "an integer, at least 1"
-        raise ConfigError("separation", separation, expected)
+    if separation < 1:
+        raise ConfigError("separation", separation, "an integer, at least 1")
+    if separation > 1 and mechanism.sampling.everyone:
+        raise ConfigError("separation", separation, "1 with everyone in every round")
     if mechanism.distributed:
         raise ConfigError("placement", mechanism.placement, "server, with a strategy")
     reason = covered(mechanism.sampling, separation)
@@ -611,9 +594,7 @@ def _correlated(
         kind = mechanism.sampling.scheme.kind
         raise ConfigError("sampling", kind, f"public or full, with a strategy: {reason}")
     rounds = mechanism.rounds
-    most = -(-rounds // separation)
-    if participations:
-        most = min(participations, most)
+    most = min(participations or rounds, -(-rounds // separation))
     squares = STRATEGIES[strategy](rounds, separation, most, **shape)
     return replace(mechanism, squares=tuple(squares.tolist())), most
 
@@ -637,8 +618,7 @@ def _integers(
                 raise ConfigError(name, value, "none without sums of integers, by --noise")
         return None
     bits = 16 if bits is None else bits
-    placed = (of for of in kinds if of.by_clients == mechanism.distributed)
-    of = next(placed, None)
+    of = next((of for of in kinds if of.by_clients == mechanism.distributed), None)
     if strategy is not None:
         raise ConfigError("strategy", strategy, "none with sums of integers")
     if of is None and mechanism.sampling.size_secret:
@@ -740,7 +720,7 @@ def _flag(name: str) -> str:
 def _multiplier(
     z: float | None, std: float | None, bound: float | None, draws: float
 ) -> float | None:
-    """z as stated, or from the std of one draw, `draws` times which is the std of the sum."""
+    """z as stated, or from the std of one of so many draws."""
     for name, value in (("noise_multiplier", z), ("std", std), ("bound", bound)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(name, value, "a positive finite number")

@@ -37,24 +37,15 @@ from raydpfl.privacy.types import Relation
 
 @dataclass(frozen=True)
 class RunRelease:
-    """What one run has released.
+    """What one run has released."""
 
-    Args:
-        name: of the run, in words.
-        mechanism, relation: of its sums, with the surveys that it has released.
-        rounds: how many rounds of it compose.
-        participations: the largest number of times that any client was drawn; None: unknown.
-        seed: of the cohorts.
-        cohorts: what else the cohorts are a function of.
-    """
-
-    name: str
-    mechanism: Mechanism
+    name: str  # in words
+    mechanism: Mechanism  # of its sums, with the surveys that it has released
     relation: Relation
-    rounds: int
-    participations: int | None
-    seed: int
-    cohorts: str
+    rounds: int  # that compose
+    participations: int | None  # the most times that any client was drawn; None: unknown
+    seed: int  # of the cohorts
+    cohorts: str  # what else these are a function of
 
     def __str__(self) -> str:
         noise = f"noise multiplier {self.mechanism.noise_multiplier:.4g}"
@@ -63,30 +54,21 @@ class RunRelease:
 
 @dataclass(frozen=True, eq=False)
 class StepsRelease:
-    """What one run with noise at local steps has released.
+    """What one run with noise at local steps has released."""
 
-    Args:
-        name: of the run, in words.
-        release: of its clients.
-        participations: of each client, int64 [N].
-        seed: of cohorts and batches.
-        cohorts: a digest of the clients of each round.
-        rows: what batches are drawn among, and how, in words.
-    """
-
-    name: str
+    name: str  # in words
     release: LocalSteps
-    participations: np.ndarray
-    seed: int
-    cohorts: tuple[str, ...]
-    rows: str
+    participations: np.ndarray  # of each client, int64 [N]
+    seed: int  # of cohorts and batches
+    cohorts: tuple[str, ...]  # a digest of the clients of each round
+    rows: str  # what batches are drawn among, and how, in words
 
     def __str__(self) -> str:
         most = f"up to {int(self.participations.max())} participations of a client"
         return f"noise at local steps, {most}, seed {self.seed}"
 
     def same_batches(self, other: StepsRelease) -> bool:
-        """Whether, by the seed that both have, their batches are the same as long as both last."""
+        """Whether, by their one seed, their batches are the same as long as both last."""
         numbers = [
             (one.samples, one.batches, one.client_steps) for one in (self.release, other.release)
         ]
@@ -125,9 +107,7 @@ class Composition:
         return "; ".join([text, *self.notes]) + "."
 
     def to_dict(self, runs: bool = True) -> dict[str, Any]:
-        """Everything, or all but the `runs`, for strict JSON: an infinite number is the string
-        "infinity".
-        """
+        """Everything, or all but the `runs`, for strict JSON: "infinity" for infinite numbers."""
         return ({"runs": [run.name for run in self.runs]} if runs else {}) | {
             "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
             "notes": [*self.notes],
@@ -141,10 +121,9 @@ def together(
 
     Args:
         runs: on the same clients, no two with the same noise.
-        delta: of the guarantees.
-        accountants: the names of rigorous ones.
-        adaptive: whether what a run does may depend on what others have released in later rounds
-            than its own.
+        delta, accountants: of the guarantees, which are of rigorous ones.
+        adaptive: whether a run may depend on what others have released in later rounds than its
+            own.
 
     Raises:
         ConfigError: the runs have guarantees under different relations.
@@ -184,10 +163,8 @@ def _correlated(
         if len({(str(event.sampling), *astuple(event.sampling)[1:]) for event in events}) > 1:
             return f"{names} have the same seed {seed}, and are accounted for by other samplings"
         if any(event.skellam or event.squares for event in events):
-            noise = (
-                "noise that is Skellam, or correlated over the rounds, of which no amplification"
-            )
-            return f"{names} have the same seed {seed}, and {noise} of both is proved"
+            noise = "Skellam, or correlated over the rounds, of which no amplification of both"
+            return f"{names} have the same seed {seed}, and noise that is {noise} is proved"
         if any(view.mechanism.laplace for _, view in same):
             return f"{names} have the same seed {seed}, and noise that is Laplace"
         absent = all(view.relation != "replace_one" for _, view in same)
@@ -269,8 +246,7 @@ def best_of(
 
 def _by_observer(runs: Sequence[RunRelease]) -> list[list[ObserverView]]:
     """What each observer sees of every run: of sums, not knowing the cohorts and (where that
-    differs) knowing them; of single updates, where all runs have noise on each. Raises
-    `ConfigError` unless the runs have one relation.
+    differs) knowing them; of single updates, where all have noise.
     """
     relations = {run.relation for run in runs}
     if len(relations) > 1:
@@ -296,9 +272,7 @@ def _guarantee(
     delta: float,
     parts: Sequence[Part] | None = None,
 ) -> Guarantee:
-    """The guarantee against an observer of all of this; `parts` are what composes, where that is
-    not each of it by itself.
-    """
+    """The guarantee against an observer of all of this; `parts` compose, None: each by itself."""
     reasons = [reason for view in seen if (reason := uncovered(accountant, view))]
     unproved = [view.mechanism.unproved for view in seen if view.mechanism.unproved]
     epsilon = math.inf

@@ -51,9 +51,9 @@ Coefficients = Sequence[float] | np.ndarray
 
 
 def square_root(rounds: int, momentum: float = 0.0) -> np.ndarray:
-    """The first column of the square root of A, float64 [rounds]: 1, 1/2, 3/8, ... ([3]); with
-    momentum that of the velocities' sums, the product of the series (1 - x)^-1/2 and (1 - momentum
-    x)^-1/2. Neither increases. Raises `ConfigError` if momentum is out of range.
+    """The first column of the square root of A, float64 [rounds]: 1, 1/2, 3/8, ... ([3]), times the
+    series (1 - momentum x)^-1/2; it does not increase. Raises `ConfigError` if momentum is out of
+    range.
     """
     _check_shape(1, rounds, momentum)
     steps = np.arange(1, rounds)
@@ -67,9 +67,8 @@ def square_root(rounds: int, momentum: float = 0.0) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def banded_toeplitz(bands: int, rounds: int, momentum: float = 0.0) -> np.ndarray:
-    """The coefficients c of least `error` for participations that are `bands` apart, float64
-    [bands], of norm 1, for a server of this momentum, by L-BFGS ([2]). Raises `ConfigError` if
-    bands or momentum are out of range.
+    """The coefficients of least `error` for participations `bands` apart, float64 [bands], of norm
+    1, by L-BFGS ([2]). Raises `ConfigError` if bands or momentum are out of range.
     """
     _check_shape(bands, rounds, momentum)
     from scipy.optimize import minimize
@@ -97,8 +96,8 @@ def buffered_toeplitz(
     buffers: int, rounds: int, momentum: float = 0.0, separation: int = 1, participations: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
     """Decays and scales of so many buffers ([4]), float64 [buffers] each, of least `error` among
-    those that do not increase, as L-BFGS finds it from several starts ([5]). Raises `ConfigError`
-    for a number of buffers that is no integer from 1 to 20, or as `error`.
+    those that do not increase, by L-BFGS from several starts ([5]). Raises `ConfigError` for
+    buffers that are not 1 to 20, or as `error`.
     """
     if not 1 <= buffers <= 20:
         raise ConfigError("buffers", buffers, "an integer from 1 to 20")
@@ -169,7 +168,7 @@ def _log_error(
     transformed: bool = False,
 ) -> tuple[float, np.ndarray]:
     """log(mean over the rounds of the squares in A C^-1, times the squared sensitivity), and its
-    gradient in tail; `transformed`: by FFT, which suits long tails, to the last bits alike.
+    gradient in tail; `transformed`: by FFT, for long tails.
     """
     from scipy.signal import fftconvolve, lfilter
 
@@ -203,10 +202,10 @@ def error(
     separation: int = 1,
     participations: int = 1,
 ) -> float:
-    """Std of the noise on a coordinate of the sum so far (with momentum, of the velocities v =
-    momentum v + u), root mean square over the rounds, in units of bound x (std of z over the
-    sensitivity). Only the direction of c, the first column of C, matters. Raises `ConfigError` as
-    `toeplitz_squares`, or if momentum is out of range.
+    """Std of the noise on a coordinate of the sum so far (with momentum, of the velocities), root
+    mean square over the rounds, in units of bound x (std of z over the sensitivity). Only the
+    direction of c, the first column of C, matters. Raises `ConfigError` as `toeplitz_squares`, or
+    if momentum is out of range.
     """
     c = np.asarray(c, np.float64)
     _check_shape(len(c), rounds, momentum)
@@ -241,9 +240,8 @@ def toeplitz_squares(
 ) -> np.ndarray:
     """The most that one client can move C x by in 1, 2, ... participations, squared L2 norms,
     float64 [at most participations], for updates of norm at most 1 in rounds at least `separation`
-    apart: exact ([3] Theorem 2). Raises `ConfigError` for coefficients that are covered by no
-    theorem: those that are negative or increase, where participations may be nearer than they are
-    long.
+    apart: exact ([3] Theorem 2). Raises `ConfigError` for coefficients longer than the separation
+    that are negative or increase.
     """
     c = np.asarray(c, np.float64)
     _check_covered(c, separation)
@@ -267,9 +265,8 @@ def tree_squares(
 ) -> np.ndarray:
     """The most that 1, 2, ... participations at least `separation` rounds apart can come to in the
     binary trees over `restart` rounds each (None: one tree), float64 [at most participations]: the
-    sum over the complete nodes of (participations in it)^2 ([6] Appendix D), as a client moves each
-    node by at most that number of updates of norm 1. Exact: the best of all patterns, by dynamic
-    programming over the nodes.
+    sum over the complete nodes of (participations in it)^2 ([6] Appendix D), for updates of norm 1.
+    Exact, by dynamic programming over the nodes.
     """
     most = max(1, min(participations, -(-rounds // separation)))
 
@@ -334,10 +331,9 @@ def _unit_squares(c: np.ndarray, rounds: int, separation: int, participations: i
 
 def covered(sampling: Sampling, separation: int, bands: int | None = None) -> str | None:
     """Why noise that is correlated over the rounds is not covered, and what is; None: it is, by the
-    squares above where who takes part is no secret, and under a Poisson sample of the group whose
-    turn it is as independent noise, if it spans no two turns. `sampling` is that of the group,
-    without turns that of the population; `separation` the fewest rounds from one participation of a
-    client to its next; `bands` the rounds that noise is correlated over, None: all.
+    squares above where cohorts are no secret, and under a Poisson sample of the group whose turn it
+    is (`sampling`) as independent noise, if it spans no two turns. `separation`: the fewest rounds
+    between a client's participations; `bands`: those that noise is correlated over, None: all.
     """
     if not sampling.hidden or bands == 1:
         return None

@@ -71,9 +71,7 @@ class Scope:
     def of_cohorts(
         cls, sampling: Sampling, participations: Participations | None = None, also: str = ""
     ) -> Scope:
-        """Cohorts of clients; with `participations`, against an observer who knows them. `also` is
-        released next to the rounds, in words.
-        """
+        """Cohorts of clients; with `participations`, against an observer who knows them."""
         hidden = HIDDEN_COHORT if sampling.hidden else ""
         knows = "cohort known" if participations else hidden
         parts = (str(sampling), knows, str(participations or ""), also)
@@ -145,9 +143,7 @@ class Guarantee:
         return (self.kind, self.unit, self.relation, self.observer, clients, self.delta)
 
     def leaving_out(self, what: str, whose: str) -> Guarantee:
-        """The same as a number that nothing proves, as it leaves out `what`; its accountant is
-        named as that `of the` clients it counts.
-        """
+        """The same, not proved, as it leaves out `what` and counts some clients alone."""
         return replace(
             self,
             kind="unproven" if self.kind == "rigorous" else self.kind,
@@ -157,24 +153,19 @@ class Guarantee:
 
     def to_dict(self, curve: bool = False) -> dict[str, Any]:
         """The fields for JSON: facts in words, tuples as lists, and an infinite epsilon as the
-        string "infinity", which `float` reads back. With `curve` also what `TradeOff.to_dict` gives
-        of its curve.
+        string "infinity", which `float` reads back; with `curve` also `TradeOff.to_dict` of it.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values.pop("curve")
-        drawn = {"curve": self.curve().to_dict()} if curve and self.curve else {}
-        return (
-            values
-            | drawn
-            | {
-                "observer": self.observer.value,
-                "sampling": str(self.sampling),
-                "knows": self.sampling.knows,
-                "epsilon": "infinity" if math.isinf(self.epsilon) else self.epsilon,
-                "exclusions": list(self.exclusions),
-                "conditions_failed": list(self.conditions_failed),
-            }
-        )
+        del values["curve"]
+        values |= {"curve": self.curve().to_dict()} if curve and self.curve else {}
+        return values | {
+            "observer": self.observer.value,
+            "sampling": str(self.sampling),
+            "knows": self.sampling.knows,
+            "epsilon": "infinity" if math.isinf(self.epsilon) else self.epsilon,
+            "exclusions": list(self.exclusions),
+            "conditions_failed": list(self.conditions_failed),
+        }
 
     def detection(self) -> str:
         """What it means: the largest power of any test at a false-alarm rate of 5%."""
@@ -196,7 +187,6 @@ class Guarantee:
         )
 
     def concentrated(self) -> str:
-        """Its zCDP, in words."""
         return f"It is zCDP with rho {self.rho:.4g}"
 
     def about(self) -> str:
@@ -231,8 +221,8 @@ def column(accountant: str) -> str:
 
 
 def holding(guarantees: Sequence[Guarantee]) -> list[Guarantee]:
-    """The guarantees that hold: of several accountants' same claim, the one with the smallest
-    epsilon. Papers' formulas, guarantees without a proof and infinite epsilons are left out.
+    """The guarantees that hold, rigorous and finite: of several accountants' same claim, the one
+    with the smallest epsilon.
     """
     alike: dict[tuple, list[Guarantee]] = {}
     for one in guarantees:

@@ -81,30 +81,32 @@ class IndividualBudgets:
 
     def limits(self, clients: np.ndarray, std: float, state: State) -> np.ndarray:
         """The longest contribution, weight included, that these clients may still send with noise
-        of `std` on the sum, float64 [r]; below 0 for one that has left.
+        of `std` on the sum, float64 [r]; below 0: it has left.
         """
         rest = np.maximum(self.squares[clients] - state["spent"][clients], 0.0)
         limits = (1 - _MARGIN) * std / self.moves * np.sqrt(rest)
         return np.where(state["left"][clients], -1.0, limits)
 
     def spend(self, clients: np.ndarray, lengths: np.ndarray, std: float, state: State) -> None:
-        """Counts the contributions of different clients, of these lengths, float64 [r], as far as
-        their limits let them send any; the others leave.
+        """Counts contributions of different clients, of these lengths, float64 [r], within their
+        limits; the others leave.
         """
         stays = lengths <= self.limits(clients, std, state)
         state["spent"][clients[stays]] += (self.moves * lengths[stays] / std) ** 2
         state["left"][clients[~stays]] = 1
 
     def guarantees(self, mechanism: Mechanism) -> Iterator[Guarantee]:
-        """What the budgets guarantee whatever the number of rounds: against an observer of every
-        aggregate who knows the cohorts, and of every single update where these have noise.
+        """What the budgets guarantee after any rounds: against an observer of every aggregate who
+        knows the cohorts, and of every single update where these have noise.
         """
         private = np.isfinite(self.epsilons)
         if not private.any():
             return
         relation: Relation = "replace_one" if self.moves == 2 else "zero_out"
         mu = math.sqrt(self.squares[private].max())
-        words = f"individual budgets, a client leaves before it exceeds its own: {self._spread()}"
+        least, most = self.epsilons[private].min(), self.epsilons[private].max()
+        spread = f"{most:.4g}" if least == most else f"from {least:.4g} to {most:.4g}"
+        words = f"individual budgets, a client leaves before it exceeds its own: {spread}"
         knows = "cohort known, own budgets"  # a row of its own in tables
         scope = Scope(f"{mechanism.sampling}, cohort known, {words}", knows)
         public = int((~private).sum())
@@ -122,15 +124,8 @@ class IndividualBudgets:
                 excluded, curve=partial(exact.tradeoff_of, event, 1),
             )  # fmt: skip
 
-    def _spread(self) -> str:
-        epsilons = self.epsilons[np.isfinite(self.epsilons)]
-        least, most = float(epsilons.min()), float(epsilons.max())
-        return f"{most:.4g}" if least == most else f"from {least:.4g} to {most:.4g}"
-
     def summary(self, state: State) -> dict[str, Any]:
-        """For summary.json: how many clients have left, and quantiles over the clients that are not
-        public of the epsilon that each has spent.
-        """
+        """For summary.json: how many have left, and quantiles of what private clients spent."""
         private = np.isfinite(self.epsilons)
         spent = pld.gaussian_epsilon(np.sqrt(state["spent"][private]), self.delta)
         quantiles = np.quantile(spent, SHARES, method="inverted_cdf") if len(spent) else spent

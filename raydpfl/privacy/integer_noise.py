@@ -130,8 +130,8 @@ class IntegerNoise:
         return enough and math.isfinite(self.mu(2, z, times))
 
     def _loss(self, moves: int, z: float) -> tuple[float, float]:
-        """The squared sensitivity and the variance of the noise, in steps, where `moves` clients'
-        integers change the sum; above any rounding of the lattice.
+        """The squared sensitivity and the noise's variance, in steps, where `moves` clients'
+        integers change; above any rounding of the lattice.
         """
         lattice = self.lattice(z)
         square = moves**2 * (lattice.square * (1 + 1e-12) + 1)
@@ -146,7 +146,7 @@ class IntegerNoise:
         return math.sqrt(square / left) + SLACK if left > variance / 4 else math.inf
 
     def skellam_loss(self, moves: int, z: float) -> SkellamLoss | None:
-        """What accountants know of noise that counts as no Gaussian; None: it does."""
+        """Of noise that counts as no Gaussian; None: it does."""
         return None
 
     def seen(self, share: float) -> IntegerNoise:

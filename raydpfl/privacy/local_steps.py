@@ -62,8 +62,7 @@ class LocalSteps:
     calibration: Calibration | None = None  # of the noise; None: it was specified
     exclusions: tuple[str, ...] = ()  # what is not accounted for, in words
     # what every participation also answers, by the mean over the client's n_k samples of values
-    # within [-bound, bound] plus noise of its std: replacing a sample moves it by 2 bound / n_k. No
-    # paper's formula counts it.
+    # within [-bound, bound] plus noise of its std: a replaced sample moves it by 2 bound / n_k
     side_query: Query | None = None
 
     # what a `Mechanism` has otherwise
@@ -125,11 +124,10 @@ class LocalSteps:
 
     @property
     def compositions(self) -> np.ndarray:
-        """Int64 [N]: how many Gaussians one participation composes. Fresh batches: one for every
-        step, over a hidden subset. Shuffled epochs, whose order is public: a sample is used once in
-        each of the ceil(Q B / n) epochs. Where n is no multiple of B, a batch that ends one epoch
-        and starts the next may hold it twice, which costs as much as four Gaussians; at worst every
-        second time.
+        """Int64 [N]: how many Gaussians one participation composes. Fresh batches: one a step, of a
+        hidden subset. Shuffled epochs, whose order is public: a sample is used once in each of the
+        ceil(Q B / n). Where n is no multiple of B, a batch across two epochs may hold it twice, at
+        the cost of four Gaussians; at worst every second time.
         """
         n = self.samples
         b = np.maximum(self.batches, 1)
@@ -152,19 +150,16 @@ class LocalSteps:
         return Sampling("fixed", n, int(self.batches[k]) if self.amplified[k] else n)
 
     def event(self, k: int, group: int = 1) -> Event:
-        """What one participation of client k releases about one of its samples, or about `group` of
-        them together, or all if it has no more.
-        """
+        """What one participation of client k releases about up to `group` of its samples."""
         sampling, factor = self.batch_sampling(k), 1
         batch, gaussians = int(self.batches[k]), int(self.compositions[k])
         group = min(group, int(self.samples[k]))
         if group > 1:
             sampling, factor = together(sampling, group)
-            if not self.amplified[k]:
-                # a batch is no more than all of them; in epochs their Gaussians may be more
-                steps = int(self.client_steps[k])
-                if batch**2 * steps <= group**2 * gaussians:
-                    factor, gaussians = batch, steps
+            # a batch is no more than all of them; in epochs their Gaussians may be more
+            steps = int(self.client_steps[k])
+            if not self.amplified[k] and batch**2 * steps <= group**2 * gaussians:
+                factor, gaussians = batch, steps
         return Event(
             sampling,
             factor * 2 * self.bound / (batch * float(self.stds[k])),
@@ -204,7 +199,6 @@ class LocalSteps:
 
     @property
     def largest(self) -> int:
-        """The largest number of samples of any client."""
         return int(self.samples.max())
 
     @property
@@ -216,9 +210,7 @@ class LocalSteps:
         return {}
 
     def of_clients(self) -> Mapping[str, np.ndarray]:
-        """What is public of a client's privacy, float64 [N] by name: `budget`, the epsilon it
-        was promised, infinite for a public client; `noise_std`; `variance`, V_k of 003.
-        """
+        """What is public of clients' privacy, float64 [N] by name; `variance` is V_k of 003."""
         if self.claims is None:
             return {"noise_std": self.stds}
         samples = np.maximum(self.samples, 1)  # a client without samples never takes part

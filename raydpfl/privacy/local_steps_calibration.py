@@ -163,10 +163,8 @@ def _noise_multipliers(
     samplings: Sequence[Sampling], kinds: np.ndarray, delta: float, by: Accountant
 ) -> np.ndarray:
     """z = std of the sum / bound with which clients spend at most their targets, float64 [k]; at
-    most 1e-3 (relative) above the smallest.
-
-    `kinds` float64 [k, 5] has the fraction q of a batch, the Gaussians of a participation,
-    participations, targets, and mu of the side query of a participation.
+    most 1e-3 (relative) above the smallest. `kinds` float64 [k, 5]: the fraction q of a batch, a
+    participation's Gaussians, participations, targets, and mu of a participation's side query.
     """
     q, gaussians, counts, targets, side = kinds.T
     times = gaussians * counts

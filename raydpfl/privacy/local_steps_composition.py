@@ -43,7 +43,8 @@ def together(
     exposed = counts.any(axis=0) & (runs[0].release.samples > 0)
     clients = np.flatnonzero(exposed & ~public).tolist()
     parts_of = _parts if reason is None else _open_parts
-    parts = {k: parts_of(runs, k) for k in clients if _noisy(runs, k)}
+    noisy = np.all([(run.release.stds > 0) | (run.participations == 0) for run in runs], axis=0)
+    parts = {k: parts_of(runs, k) for k in clients if noisy[k]}
     exclusions = [words for run in runs for words in run.release.exclusions]
     if (exposed & public).any():
         words = "clients who are public in one of the runs, where they have an infinite budget"
@@ -71,10 +72,6 @@ def together(
         guarantees.append(one)
     notes = () if reason is None else (f"no epsilon with the batches hidden: {reason}",)
     return Composition(tuple(runs), tuple(guarantees), notes)
-
-
-def _noisy(runs: Sequence[StepsRelease], k: int) -> bool:
-    return all(run.release.stds[k] > 0 or not run.participations[k] for run in runs)
 
 
 def _one_seed(runs: Sequence[StepsRelease], adaptive: bool) -> str | None:
@@ -112,16 +109,16 @@ def _open_parts(runs: Sequence[StepsRelease], k: int) -> list[Part]:
     """The same against an observer who knows the batches: a sample may be in every one."""
     n = int(runs[0].release.samples[k])
     everyone = Sampling("full", n, n)
-    there = [run for run in runs if run.participations[k]]
     return [
         (replace(run.release.event(k), sampling=everyone), int(run.participations[k]))
-        for run in there
+        for run in runs
+        if run.participations[k]
     ]
 
 
 def _worst(accountant: str, parts: dict[int, list[Part]], delta: float) -> tuple[float, int]:
-    """The largest epsilon of any client, and which has it (-1: there is none); clients alike are
-    counted once. No epsilon exceeds that by rdp, which tells who cannot be the worst.
+    """The largest epsilon of any client, and which has it (-1: none). No epsilon exceeds that by
+    rdp, which tells who cannot be the worst.
     """
     alike = {tuple(part): k for k, part in reversed(parts.items())}
     rdp = {part: named("rdp").together(part, delta) for part in alike}

@@ -62,9 +62,9 @@ class Query:
 
 @dataclass(frozen=True)
 class Survey:
-    """A histogram over all clients of a score of theirs, released after some of the rounds; nothing
-    is amplified, as everyone answers. A client is in one bin or none, so that one that is there or
-    not moves one count by 1, and one that is replaced two counts, a distance of sqrt(2).
+    """A histogram over all clients of a score, released after some of the rounds; nothing is
+    amplified. A client in one bin or none that is absent moves one count by 1, and one that is
+    replaced two counts, a distance of sqrt(2).
     """
 
     name: str  # of the score, in messages, guarantees and the ledger
@@ -109,8 +109,7 @@ class Event:
 
     def amounting(self, counts: ArrayLike) -> np.ndarray:
         """How many events with independent noise `counts` amount to where no sample is a secret,
-        float64 with the shape of `counts`. More than `squares` has are bounded by Cauchy and
-        Schwarz, in groups of as many.
+        float64 [...]; more than `squares` has are bounded by Cauchy and Schwarz, in groups.
         """
         counts = np.asarray(counts)
         if not self.squares:
@@ -142,8 +141,7 @@ class Event:
 
     def unamplified(self, counts: ArrayLike) -> np.ndarray:
         """mu of the single Gaussian that `counts` events amount to where no sample is a secret,
-        float64 with the shape of `counts`: sqrt(counts (gaussians mu^2 + also^2) + once^2), with
-        counts as they are `amounting` to.
+        float64 [...]: sqrt(counts (gaussians mu^2 + also^2) + once^2), counts as `amounting`.
         """
         if self.mus:
             squares = np.append(0.0, np.square(self.first(int(np.max(counts)))).cumsum())
@@ -155,9 +153,7 @@ class Event:
         return np.sqrt(np.asarray(counts) * square + self.once**2)
 
     def at_most(self, counts: ArrayLike) -> np.ndarray:
-        """As `unamplified` where samples are secrets: mu of a Gaussian that shows no less than
-        `counts` events over any cohorts; infinite where none is known.
-        """
+        """As `unamplified` over any cohorts, where samples are secrets; infinite: unknown."""
         scheme, counts = self.sampling.scheme, np.asarray(counts)
         moved = scheme.moved(self.sampling, self.relation)
         if math.isinf(moved):
@@ -170,34 +166,30 @@ class Event:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """`rounds` times: sample, bound, sum, add noise, release. Accountants read this and nothing
-    else; `ConfigError` for a field out of range.
-
-    After k dropouts of clients with their noise, account for `with_noise(z * sqrt((r - k) / r))`.
+    """`rounds` times: sample, bound, sum, add noise, release. After k dropouts of clients with
+    their noise, account for `with_noise(z * sqrt((r - k) / r))`. `ConfigError` for a field out of
+    range.
 
     Args:
         sampling, queries: who takes part in a round, and the sums that it releases.
         rounds: how many rounds are composed.
         unit: whose data a guarantee protects.
         placement: who draws the noise. `server`: one draw on the sum. `client`: each of the r
-            clients of a cohort draws std / sqrt(r), so that the sum has std. `step`: one draw on
-            the sum over a batch, at every local step; `rounds` then counts steps, and the
-            population are one client's samples.
+            clients of a cohort draws std / sqrt(r). `step`: one draw on the sum over a batch, at
+            every local step; `rounds` then counts steps, and the population is a client's samples.
         exclusions: data-dependent choices that are not accounted for, in words.
         stateful: the kind of the member by which a client's contribution depends on its earlier
             rounds; empty: none does (docs/proofs.md).
-        noise_in_state: whether a client's state holds what it sent with the noise that it drew, of
-            which an observer sees only the sum.
+        noise_in_state: whether a client's state holds what it sent with the noise that it drew.
         survey: what all clients also answer; None: nothing.
-        colluders: clients who tell an observer whether they took part and which noise they drew,
-            against whom there are guarantees too (`raydpfl.privacy.observers.views`). Where clients
-            draw the noise, and cohorts are known or of fixed size.
+        colluders: clients who tell an observer whether they took part and which noise they drew
+            (`raydpfl.privacy.observers.views`); where clients draw it, and cohorts are known or of
+            fixed size.
         squares: where the noise on the first query is correlated over the rounds, the squared
-            sensitivity of 1, 2, ... participations of a client, in its bounds and z being the noise
-            that is correlated (`raydpfl.privacy.factorization`); empty: rounds are independent.
-            `rounds` is then the number of participations.
+            sensitivity of 1, 2, ... participations of a client, in bounds, z being the noise that
+            is correlated (`raydpfl.privacy.factorization`), and `rounds` the participations.
         integer: how sums of integers are taken, and their noise; None: noise is Gaussian.
-        laplace: whether noise is Laplace, on the sum of one query whose bound is an L1 norm.
+        laplace: whether noise is Laplace, on the sum of one query with an L1 bound.
         factors: std of the noise on the sums of the first, second, ... round over that of
             `queries`, above 0; empty: 1 in all. Rounds beyond them have the smallest.
     """
@@ -243,17 +235,6 @@ class Mechanism:
         object.__setattr__(self, "queries", tuple(self.queries))
         object.__setattr__(self, "exclusions", tuple(self.exclusions))
 
-    @classmethod
-    def of_local_steps(
-        cls, *, samples: int, batch: int, steps: int, bound: float, std: float
-    ) -> Mechanism:
-        """One client's DP-SGD: a fresh batch of its `samples` at every of its `steps` over the
-        whole run (002 Alg. 1, 003 Alg. 1). `bound` is the per-sample clip norm, `std` that of the
-        noise on the *mean* gradient, in its units; the sum has `batch` times that.
-        """
-        query = Query("gradient", bound, batch * std)
-        return cls(Sampling("fixed", samples, batch), (query,), steps, "sample", "step")
-
     def _check_colluders(self) -> None:
         sampling = self.sampling
         if not (is_count(self.colluders) and 0 < self.colluders < sampling.population):
@@ -267,8 +248,8 @@ class Mechanism:
             raise ConfigError("colluders", self.colluders, expected)
 
     def with_colluders(self, cohorts_known: bool) -> Mechanism:
-        """What an observer sees to whom the `colluders` tell what they know: of hidden cohorts how
-        many of them took part, or, of cohorts that it knows, as many as may be there with a client.
+        """What an observer with the `colluders` sees: of hidden cohorts how many of them took part,
+        of known ones as many as may be there with a client.
         """
         k, r = self.colluders, self.sampling.cohort
         survey = self.survey
@@ -297,14 +278,12 @@ class Mechanism:
 
     @property
     def noise_multiplier(self) -> float:
-        """z of the single Gaussian that the sums of a round amount to, 1/z^2 = sum over `sums` of
-        (bound / std)^2; 0 without noise.
-        """
+        """z of the Gaussian that a round's sums amount to, 1/z^2 = sum of (bound / std)^2, or 0."""
         return _joint_multiplier(self.sums)
 
     def mu(self, relation: Relation) -> float:
-        """Sensitivity / std of a round, all queries together: k / z with k = 2 under replace_one,
-        where a client leaves and another takes its place, else 1; infinite without noise.
+        """Sensitivity / std of a round, all queries together: k / z, k = 2 under replace_one, else
+        1; infinite without noise.
         """
         if not self.private:
             return math.inf
@@ -314,9 +293,7 @@ class Mechanism:
 
     @property
     def _times(self) -> int:
-        """The sensitivities up to which a scheme's curves go: of draws, or of an absent client's
-        place too.
-        """
+        """The sensitivities up to which curves go: of draws, or of an absent client's place too."""
         return self.sampling.cohort if self.sampling.repeats else 2
 
     def _moves(self, relation: Relation) -> int:
@@ -357,16 +334,13 @@ class Mechanism:
         return ", and ".join(reasons) or None
 
     def sum_stds(self, cohort: int) -> Mapping[str, float]:
-        """Std of the noise on a round's sum / bound, by query, where `cohort` clients run (the
-        nominal number differs under a virtual cohort).
-        """
+        """Std of the noise on a round's sum / bound, by query, where `cohort` clients run."""
         scale = cohort / self.sampling.cohort
         return {query.name: query.std / query.bound * scale for query in self.sums}
 
     def event(self, relation: Relation) -> Event:
-        """What accountants compose: one round, and all surveys once, under this relation. Where a
-        client's own rounds are counted they are taken to be those with the least noise; and where
-        the rounds of an epoch depend on each other, all rounds.
+        """What accountants compose: one round, and all surveys once. A client's own rounds are
+        taken to be those with the least noise, as are all of an epoch.
         """
         once = self.survey.mu(relation) if self.survey else 0.0
         loss = None
@@ -392,8 +366,8 @@ class Mechanism:
         return replace(event, squares=tuple(share * s + (1 - share) * n for n, s in squares))
 
     def restarted(self, most: int) -> Mechanism:
-        """The same for a run that was restarted with fresh noise, so that the participations of a
-        client, `most` at most, may be of different segments, each with noise of its own.
+        """The same for a run that was restarted with fresh noise, where the participations of a
+        client, `most` at most, may be of different segments.
         """
         costliest = max((s / n for n, s in enumerate(self.squares, 1)), default=0.0)
         together = range(1, most + 1) if self.squares else ()
@@ -406,9 +380,7 @@ class Mechanism:
 
     def asking(self, times: int) -> Mechanism:
         """The same mechanism, with its survey released so many times; itself without one."""
-        if self.survey is None or self.survey.times == times:
-            return self
-        return replace(self, survey=replace(self.survey, times=times))
+        return replace(self, survey=replace(self.survey, times=times)) if self.survey else self
 
     @property
     def distributed(self) -> bool:
@@ -417,9 +389,7 @@ class Mechanism:
 
     @property
     def draws(self) -> float:
-        """Std of the noise on the sum / std of one draw: sqrt(r) where r clients draw it, B where a
-        client draws it on the mean of a batch, else 1.
-        """
+        """Std of the noise on the sum / std of one draw: sqrt(r) of r clients, B on a mean, 1."""
         r = self.sampling.cohort
         return {"server": 1.0, "client": math.sqrt(r), "step": float(r)}[self.placement]
 
@@ -455,9 +425,7 @@ class Mechanism:
         return replace(self, sampling=everyone, factors=tuple(ordered), exclusions=excluded)
 
     def of_person(self, group: int) -> Mechanism:
-        """The same mechanism as it bears on `group` units of the population together, from 1 to all
-        of them, which one person owns.
-        """
+        """The same for `group` units of the population together, from 1 to all, of one person."""
         if not (is_count(group) and 1 <= group <= self.sampling.population):
             expected = f"an integer from 1 to the {self.sampling.population} samples"
             raise ConfigError("person", group, expected)
@@ -470,9 +438,9 @@ class Mechanism:
         return replace(self, sampling=sampling, queries=tuple(queries), unit="person")
 
     def with_noise(self, multiplier: float) -> Mechanism:
-        """The same mechanism at another noise multiplier. Every std of `sums` is scaled by the same
-        factor; where there is no noise yet, the k sums get equal shares, std = sqrt(k) z bound.
-        Raises `ConfigError` if z is negative or infinite, or only some queries have noise.
+        """The same mechanism at another noise multiplier: every std of `sums` is scaled alike, or,
+        without noise yet, is sqrt(k) z bound for k sums. Raises `ConfigError` if z is negative or
+        infinite, or only some queries have noise.
         """
         if not (0 <= multiplier < math.inf):
             raise ConfigError("multiplier", multiplier, "a finite number, zero or above")
@@ -492,9 +460,7 @@ class Mechanism:
         return replace(self, queries=tuple(map(scaled, self.queries)))
 
     def seen(self, share: float) -> Mechanism:
-        """The same mechanism for an observer to whom this share of the std of the noise is unknown:
-        nothing else of what is released depends on it.
-        """
+        """The same for an observer to whom this share of the std of the noise is unknown."""
         seen = self.with_noise(self.noise_multiplier * share)
         return replace(seen, integer=self.integer.seen(share)) if self.integer else seen
 
@@ -503,9 +469,8 @@ class Mechanism:
         return replace(self.asking(0), rounds=1, squares=(), factors=()).digest()
 
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON of the fields that are set, in hexadecimal; a user-defined
-        sampling scheme is in it by its words too. The keys are part of every run's noise: add,
-        never rename.
+        """SHA-256 of the canonical JSON of the fields that are set, in hexadecimal. The keys are
+        part of every run's noise: add, never rename.
         """
         sampling = asdict(self.sampling)
         scheme = self.sampling.scheme
@@ -524,15 +489,16 @@ class Mechanism:
             "placement": self.placement,
             "exclusions": self.exclusions,
         }
-        tree |= {"memory": self.stateful} if self.stateful else {}
-        tree |= {"remembers_noise": True} if self.noise_in_state else {}
-        tree |= {"survey": asdict(self.survey)} if self.survey else {}
-        tree |= {"squares": self.squares} if self.squares else {}
-        tree |= (
-            {"integer": [type(self.integer).__name__, asdict(self.integer)]} if self.integer else {}
-        )
-        tree |= {"factors": self.factors} if self.factors else {}
-        tree |= {"laplace": True} if self.laplace else {}
+        options = {
+            "memory": self.stateful,
+            "remembers_noise": self.noise_in_state,
+            "survey": self.survey and asdict(self.survey),
+            "squares": self.squares,
+            "integer": self.integer and [type(self.integer).__name__, asdict(self.integer)],
+            "factors": self.factors,
+            "laplace": self.laplace,
+        }
+        tree |= {name: value for name, value in options.items() if value}
         text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -21,9 +21,8 @@ class ObserverView:
     def guarantee(
         self, accountant: str, epsilon: float, delta: float, failed: tuple[str, ...] = ()
     ) -> Guarantee:
-        """The guarantee against this observer, with a rigorous accountant's epsilon, infinite where
-        nothing is guaranteed, and the conditions that failed. It is `unproven` where no proof is
-        known for the mechanism.
+        """The guarantee against this observer, with a rigorous accountant's epsilon and the
+        conditions that failed; `unproven` where no proof is known for the mechanism.
         """
         mechanism = self.mechanism
         proved = not mechanism.unproved
@@ -41,9 +40,8 @@ def views(
     not knowing the cohorts and knowing them, and of single updates where these have noise; with
     `Mechanism.colluders` also of aggregates and of what these know (docs/proofs.md).
 
-    Against one who knows the cohorts, `add_remove` becomes `zero_out`: it sees who is there, so all
-    that can still differ is an absent contribution. `participations` is the largest number of times
-    that any client was drawn; None: unknown, so that every round counts.
+    One who knows the cohorts sees who is there, so that `add_remove` becomes `zero_out`.
+    `participations`: the most times that any client was drawn; None: every round may count.
     """
     sampling = mechanism.sampling
     asked = relation

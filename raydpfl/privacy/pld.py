@@ -105,9 +105,9 @@ def gaussian_epsilon(mu: np.ndarray | float, delta: float) -> np.ndarray:
 @dataclass(frozen=True, eq=False)
 class LossDistribution:
     """A pessimistic privacy loss distribution of one round: the probabilities `masses` [2n + 1] of
-    the losses -n step, ..., n step, and that of an infinite loss. `also` is the loss, on the same
-    grid, of what is released in addition: once in all (`once`), else once in `every` rounds, of
-    which any number that is composed is then a multiple.
+    the losses -n step, ..., n step, and that of an infinite loss. `also` is the loss, on that grid,
+    of what is released in addition: once in all (`once`), else once in `every` rounds, a multiple
+    of which is composed.
     """
 
     step: float
@@ -121,9 +121,7 @@ class LossDistribution:
     once: bool = False
 
     def epsilons(self, delta: float, first: int, last: int) -> np.ndarray:
-        """Epsilon at `delta` after first, first + every, ..., last rounds, float64 [numbers of
-        rounds]; infinite where delta is out of reach.
-        """
+        """Epsilon at `delta` after first, first + every, ..., last rounds, float64 [numbers]."""
         if self.infinite == 1:  # nothing is on the grid
             return np.full(len(range(first, last + 1, self.every)), math.inf)
         tilted = is_small(delta, last)
@@ -137,9 +135,7 @@ class LossDistribution:
         return np.array(epsilons)
 
     def delta(self, epsilon: float, rounds: int, near: float = 1.0) -> float:
-        """Delta at `epsilon` after `rounds` rounds; `near` is about what it is, which says how it
-        is computed.
-        """
+        """Delta at `epsilon` after `rounds` rounds, computed as suits a delta `near` this one."""
         if self.infinite == 1:
             return 1.0
         loss = self._tilted(near, rounds) if is_small(near, rounds) else self
@@ -153,9 +149,7 @@ class LossDistribution:
         return float(deltas[i] + share * (deltas[i + 1] - deltas[i]))
 
     def deltas(self, rounds: int) -> np.ndarray:
-        """Delta at epsilon = 0, step, 2 step, ... after `rounds` rounds, float64 [n]; the last is
-        the mass at infinity.
-        """
+        """Delta at epsilon = 0, step, ..., then the infinite mass, after `rounds`, float64 [n]."""
         return next(self._tails(rounds, rounds))
 
     def chernoff(self, epsilon: float, rounds: int) -> float:
@@ -185,8 +179,8 @@ class LossDistribution:
         return len(self.masses) // 2
 
     def _grouped(self, sign: int) -> tuple[np.ndarray, np.ndarray]:
-        """Logarithms of the masses, and indices, for a bound from above (`sign` 1) or below: the
-        rare losses of a long grid in groups, each at its largest or smallest index.
+        """Logarithms of the masses, and indices, for a bound from above (`sign` 1) or below: rare
+        losses of a long grid in groups.
         """
         half = self._largest
         index = np.arange(-half, half + 1)
@@ -271,8 +265,8 @@ class LossDistribution:
             fading = fading * fade
 
     def _finite(self, composed: np.ndarray, top: int, steps: int) -> np.ndarray:
-        """Delta at all grid points from 0 on, of the finite losses up to `top`. `steps` are taken
-        in all, by scipy where it is imported (0.6 s) or they are many; the bits are the same.
+        """Delta at all grid points from 0 on, of the finite losses up to `top`; of `steps` in all.
+        scipy takes 0.6 s to import; the bits are the same.
         """
         masses = composed[top::-1].clip(min=0.0)
         above = np.concatenate([[0.0], masses[:-1].cumsum()])
@@ -288,9 +282,7 @@ class LossDistribution:
     def _window(
         self, rounds: np.ndarray, other: LossDistribution, times: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """For all numbers of rounds, with `times` of the `other` loss, the grid indices that the
-        sum is above, or below, with probability at most 1e-15 (Chernoff).
-        """
+        """The grid indices that the sums are above, or below, with probability at most 1e-15."""
         half = len(self.masses) // 2
         other_half = len(other.masses) // 2
         most = half * rounds + other_half * times
@@ -319,8 +311,8 @@ class LossDistribution:
 
 def _rounding(fading: np.ndarray, count: int) -> float:
     """How far rounding can have moved any sum of entries of the inverse of a transform of `count`
-    losses; `fading` is the modulus of that of one loss less. A coefficient of a transform is off by
-    a few ulp, of its t-th power by t times that; Parseval and Cauchy-Schwarz bound the sum.
+    losses, of modulus `fading` with one less. A coefficient is off by a few ulp, its t-th power by
+    t times that; Parseval and Cauchy-Schwarz bound the sum.
     """
     return 4 * np.finfo(float).eps * (count + 1) * math.sqrt(2 * (fading @ fading))
 
@@ -335,7 +327,7 @@ def _transform(loss: LossDistribution, size: int) -> tuple[np.ndarray, np.ndarra
 
 def _chernoff(parts: Sequence[_Part], sign: int, surprise: float, orders: np.ndarray) -> np.ndarray:
     """What sums of losses are above (`sign` 1) or below (-1; both as a size) with probability at
-    most e^-surprise, for all numbers of rounds, by the best of some orders.
+    most e^-surprise.
     """
 
     def bound(i: int) -> np.ndarray:
@@ -347,10 +339,9 @@ def _chernoff(parts: Sequence[_Part], sign: int, surprise: float, orders: np.nda
 
 
 def least_bound(bound: Callable[[int], np.ndarray], orders: int) -> np.ndarray:
-    """The least of Chernoff bounds for numbers of rounds that rise, float64 [numbers], `bound(i)`
-    that by order i of so many. The bound (n K(order) + surprise) / order, K convex, first falls and
-    then rises with the order, and more rounds are served best by a smaller one: orders are tried
-    from the best for most to that for fewest rounds.
+    """The least of Chernoff bounds for rising numbers of rounds, float64 [numbers], `bound(i)` that
+    by order i. (n K(order) + surprise) / order, K convex, first falls and then rises with the
+    order, and more rounds are served best by a smaller one.
     """
     bound = cache(bound)
     first, last = sorted(
@@ -403,10 +394,9 @@ def tail_for(delta: float, rounds: int) -> float:
 
 
 def discretise(up: Curve, down: Curve, tail: float = _TAIL) -> LossDistribution:
-    """Pessimistic connect-the-dots [3] of a pair (P, Q), from delta(P, Q) and delta(Q, P). The loss
-    -x has under P e^-x times the probability that x has under Q in the reversed pair: both sides of
-    the grid come from curves at epsilon >= 0, and the centre takes what is left. At most `tail` is
-    moved to infinity.
+    """Pessimistic connect-the-dots [3] of a pair (P, Q), from delta(P, Q) and delta(Q, P): the loss
+    -x has under P e^-x times the probability of x under Q in the reversed pair, and 0 takes what is
+    left. At most `tail` is moved to infinity.
     """
     reach = max(_reach(up, tail), _reach(down, tail))
     step = reach / 4
@@ -437,8 +427,8 @@ def dots(curve: Curve, step: float, n: int) -> tuple[np.ndarray, float]:
 
 def group_privacy(curve: Curve, group: int) -> Curve:
     """A bound on the curve for `group` units, exchanged one after another, from that of one ([7]
-    Lemma 2.2): delta(eps / group) (e^eps - 1) / (e^(eps / group) - 1). What that is at the epsilon
-    at which the curve leaves double precision, it is beyond too.
+    Lemma 2.2): delta(eps / group) (e^eps - 1) / (e^(eps / group) - 1); constant from where the
+    curve leaves double precision.
     """
     last = group * _reach(curve, 1e-300)
 
@@ -474,8 +464,8 @@ def poisson_curves(
     q: float, mu: float, delta: Callable[..., np.ndarray] = gaussian_delta
 ) -> tuple[CurvePair, CurvePair]:
     """One round of the Poisson-sampled Gaussian, under add_remove or zero_out: the curves of
-    removing and of adding a client of probability q (or its contribution), delta(P, Q) and
-    delta(Q, P) with P = (1-q) N(0, 1) + q N(mu, 1) and Q = N(0, 1).
+    removing and adding a client of probability q, delta(P, Q) and delta(Q, P) with
+    P = (1-q) N(0, 1) + q N(mu, 1) and Q = N(0, 1).
     """
     others = math.log1p(-q) if q < 1 else -math.inf
 
@@ -496,13 +486,12 @@ def poisson_curves(
 def fixed_size_curve(
     q: float, mu: float, delta: Callable[..., np.ndarray] = gaussian_delta
 ) -> Curve:
-    """One round on a uniform subset of fixed size, under replace-one. For eps >= 0
+    """One round on a uniform subset, the fraction q of the population, under replace-one:
 
-        delta(eps) = q delta_G(ln(1 + (e^eps - 1)/q); mu).
+        delta(eps) = q delta_G(ln(1 + (e^eps - 1)/q); mu), eps >= 0.
 
-    with q the fraction that the subset is of the population. It bounds both directions of every
-    neighbouring pair ([2] Theorem 9), and is the curve of a dominating pair, so that it composes
-    ([4]; docs/proofs.md).
+    It bounds both directions of every neighbouring pair ([2] Theorem 9), and is the curve of a
+    dominating pair, so that it composes ([4]; docs/proofs.md).
     """
     return lambda epsilon: q * delta(_unsampled(epsilon, q), mu)
 
@@ -643,9 +632,7 @@ def _shared(
 
 
 def mixture(parts: Sequence[tuple[float, Sequence[CurvePair]]]) -> tuple[CurvePair, ...]:
-    """The curves of a round that is one of several, whose probabilities and curves these are, and
-    says which: the means, direction by direction.
-    """
+    """The curves of a round that is one of several, by probability, and says which: the means."""
     weights = [weight for weight, _ in parts]
 
     def mean(curves: Sequence[Curve]) -> Curve:
@@ -658,9 +645,7 @@ def mixture(parts: Sequence[tuple[float, Sequence[CurvePair]]]) -> tuple[CurvePa
 
 
 def distributions(pairs: Sequence[CurvePair], tail: float = _TAIL) -> tuple[LossDistribution, ...]:
-    """The losses of the directions of a round, all on the grid that suits the first; at most `tail`
-    of each is moved to infinity.
-    """
+    """The losses of a round's directions on the first one's grid, at most `tail` at infinity."""
     loss = discretise(*pairs[0], tail)
     n = len(loss.masses) // 2
     return loss, *(_on_grid(*pair, loss.step, n) for pair in pairs[1:])
@@ -669,10 +654,10 @@ def distributions(pairs: Sequence[CurvePair], tail: float = _TAIL) -> tuple[Loss
 def and_gaussian(
     pairs: Sequence[CurvePair], every: int, other: float, tail: float = _TAIL
 ) -> tuple[LossDistribution, ...]:
-    """For every direction of a round, its loss and, in addition, that of a Gaussian over everyone
-    of mu `other`, on the grid that suits one of the latter with `every` of the former. On a
-    step h far above the std s of the former, their variance grows from s^2 to about
-    h s sqrt(2 / pi); h keeps that below 1e-4 of the whole.
+    """For every direction of a round, its loss and that of a Gaussian over everyone of mu `other`,
+    on the grid that suits one of the latter with `every` of the former. A step h far above the std
+    s of the former raises their variance from s^2 to about h s sqrt(2 / pi), kept below 1e-4 of
+    the whole.
     """
 
     def gaussian(epsilon: np.ndarray) -> np.ndarray:
@@ -694,8 +679,8 @@ def and_gaussian(
 
 
 def together(parts: Sequence[tuple[Sequence[CurvePair], int]], delta: float) -> float:
-    """Epsilon at `delta` of all parts, composed adaptively: the curves of one release (one pair, or
-    one for each direction), and how often it is released.
+    """Epsilon at `delta` of all parts, composed adaptively: the curves of one release (a pair, or
+    one per direction), and how often it is released.
     """
     losses = [discretise(*pairs[0]) for pairs, _ in parts]
     reaches = [max(max(map(_reach, pair)) for pair in pairs) for pairs, _ in parts]
@@ -751,10 +736,20 @@ def _tail(losses: Sequence[tuple[LossDistribution, int]]) -> np.ndarray:
 
 def with_replacement_curve(p_max: float, draws: int, mu: float) -> Curve:
     """One round on `draws` draws with replacement, under replace-one: the bound of [2] Theorem 10
-    for the likeliest client, of probability `p_max` at one draw, which holds for all
-    (docs/proofs.md); `mu` is for a client drawn once.
+    for the likeliest client, of probability `p_max` at one draw (docs/proofs.md); `mu` of one.
     """
-    chance, times, chances, rest = _draws_of_one(p_max, draws)
+    from scipy.special import bdtrc, gammaln
+
+    chance, times, chances, rest = 1.0, np.array([draws]), np.array([1.0]), 0.0
+    if p_max < 1:
+        chance = -math.expm1(draws * math.log1p(-p_max))
+        counts = np.arange(1, draws + 1)  # up to those beyond which there is 1e-17 at most
+        most = int(np.argmax(np.append(bdtrc(counts[:-1], draws, p_max) < _TAIL, True))) + 1
+        times = counts[:most]
+        logs = gammaln(draws + 1) - gammaln(times + 1) - gammaln(draws - times + 1)
+        logs = logs + times * math.log(p_max) + (draws - times) * math.log1p(-p_max)
+        chances = np.exp(logs)
+        rest = float(bdtrc(most, draws, p_max)) if most < draws else 0.0
 
     def curve(epsilon: np.ndarray) -> np.ndarray:
         inner = _unsampled(epsilon, chance)
@@ -762,22 +757,3 @@ def with_replacement_curve(p_max: float, draws: int, mu: float) -> Curve:
         return sum(weight * gaussian_delta(inner, k * mu) for k, weight in drawn) + rest
 
     return curve
-
-
-def _draws_of_one(p: float, draws: int) -> tuple[float, np.ndarray, np.ndarray, float]:
-    """How often a client of probability `p` comes up in `draws` draws with replacement: the
-    probability that it does at all; counts from 1, int64 [k]; their probabilities, float64 [k]; and
-    that of more, at most 1e-17.
-    """
-    from scipy.special import bdtrc, gammaln
-
-    if p >= 1:
-        return 1.0, np.array([draws]), np.array([1.0]), 0.0
-    chance = -math.expm1(draws * math.log1p(-p))
-    counts = np.arange(1, draws + 1)
-    most = int(np.argmax(np.append(bdtrc(counts[:-1], draws, p) < _TAIL, True))) + 1
-    times = counts[:most]
-    log_binomials = gammaln(draws + 1) - gammaln(times + 1) - gammaln(draws - times + 1)
-    chances = np.exp(log_binomials + times * math.log(p) + (draws - times) * math.log1p(-p))
-    rest = float(bdtrc(most, draws, p)) if most < draws else 0.0
-    return chance, times, chances, rest

@@ -115,9 +115,7 @@ class LikelihoodRatio:
         return LikelihoodRatio(self.step, low, shift, sums, zero, infinite)._cut()
 
     def __mul__(self, other: LikelihoodRatio) -> LikelihoodRatio:
-        """The product of both's ratios, which are independent; the step of one is 2^n of the
-        other's.
-        """
+        """The product of independent ratios; the step of one is 2^n times the other's."""
         if self.step > other.step:
             return other * self
         fine = other.finer(round(other.step / self.step))
@@ -141,8 +139,8 @@ class LikelihoodRatio:
         return half * half * self if times % 2 else half * half
 
     def _cut(self) -> LikelihoodRatio:
-        """Without what is below `_CUT`: what is above a value goes to infinity by its share in the
-        mean and to 0 by its mass, and what is below a value to that value and 0.
+        """Without what is below `_CUT`: what is above goes to infinity by its share in the mean and
+        to 0 by its mass, what is below to the lowest value and 0.
         """
         logs = self.logs
         with np.errstate(divide="ignore"):
@@ -168,9 +166,8 @@ def _sums(
     equal: bool = False,
 ) -> None:
     """Adds to `sums` [n], from the place `low` on, the products of masses of `larger` at higher
-    places and of `smaller` at lower ones; or of masses at `equal` places. Values that differ by d
-    steps add up to the larger times 1 + e^(-d step), which is between two grid points; all d that
-    come between the same two are taken together.
+    places and of `smaller` at lower ones, or at `equal` places. Values d steps apart add up to the
+    larger times 1 + e^(-d step); all d between the same two grid points are taken together.
     """
     step = larger.step
     first = max(1 - equal, larger.low - smaller.low - len(smaller.masses) + 1)
@@ -204,9 +201,7 @@ def _one(mu: float, step: float) -> LikelihoodRatio:
 
 
 def _means(mu: float, counts: set[int]) -> dict[int, LikelihoodRatio]:
-    """The means of `counts` ratios of Gaussians of mu, by count: of one number, or of two that
-    follow each other.
-    """
+    """The means of `counts` ratios of Gaussians of mu, by count: of one, or two in succession."""
     levels = [counts]
     while max(levels[-1]) > 1:
         levels.append({part for n in levels[-1] for part in (n // 2, n - n // 2) if n > 1})
@@ -222,9 +217,8 @@ def _means(mu: float, counts: set[int]) -> dict[int, LikelihoodRatio]:
 
 @lru_cache(maxsize=64)
 def epoch(mu: float, rounds: int, participations: int) -> LikelihoodRatio | None:
-    """The ratio of the `rounds` of an epoch in `participations` of which a client takes part, from
-    1 to all: a product over blocks whose sizes differ by 1 at most. None where it does not fit in
-    float64.
+    """The ratio of the `rounds` of an epoch with so many `participations` of a client: a product
+    over blocks whose sizes differ by 1 at most. None where it does not fit in float64.
     """
     if not _LEAST <= mu <= _MOST:
         return None
@@ -236,9 +230,9 @@ def epoch(mu: float, rounds: int, participations: int) -> LikelihoodRatio | None
 
 
 def curves(mu: float, rounds: int, participations: int, share: float = 1.0) -> pld.CurvePair:
-    """The curves of removing and of adding a client of `epoch`, or one that takes part like that
-    with probability `share`, and else not at all: its ratio is share L + 1 - share. Where an epoch
-    does not fit in float64 they are those of a client whose rounds are known.
+    """The curves of removing and of adding a client of `epoch` that takes part with probability
+    `share`, ratio share L + 1 - share; where that does not fit in float64, those of a client whose
+    rounds are known.
     """
     ratio = epoch(mu, rounds, participations)
     if ratio is None:

@@ -41,8 +41,8 @@ def gaussian(mu: float) -> np.ndarray:
 
 def fixed_size(q: float, mu: float) -> np.ndarray:
     """Bounds on the divergences at `ORDERS` of one step on a uniform subset of fraction q, 0 < q <
-    1, under replace-one ([1] Theorem 27), float64 [orders]; mu is sensitivity / std of the sum,
-    2c/std. Between whole orders the log-moments are interpolated ([1] Corollary 10).
+    1, under replace-one ([1] Theorem 27), float64 [orders]; mu is 2c/std of the sum. Between whole
+    orders the log-moments are interpolated ([1] Corollary 10).
     """
     i = np.arange(_WHOLE[-1] + 1)
     # The logarithm of what [1] has for the i-th moment of L - 1: 2 E L^i or, if that is less, 4
@@ -115,7 +115,7 @@ def _series(q: float, mu: float) -> np.ndarray:
 
 
 def _partial_sums(q: float, mu: float, order: np.ndarray, i: np.ndarray) -> np.ndarray:
-    """Those of the terms `i` of `_series`, float64 [orders]; `order` float64 [orders, 1]."""
+    """Those of the terms `i`, float64 [orders]; `order` float64 [orders, 1]."""
     from scipy.special import gammaln, log_ndtr
 
     j = order - i
@@ -132,9 +132,7 @@ def _partial_sums(q: float, mu: float, order: np.ndarray, i: np.ndarray) -> np.n
 
 
 def _amplified(q: float, moments: np.ndarray) -> np.ndarray:
-    """Divergences at `ORDERS` from the logarithms of bounds on the moments of L - 1, float64 [whole
-    orders, i]; of the orders 0 and 1 they are known.
-    """
+    """Divergences at `ORDERS` from log-bounds on the moments of L - 1, float64 [orders, i]."""
     i = np.arange(_WHOLE[-1] + 1)
     terms = moments + i * math.log(q) + _log_binomials()
     terms[:, 0] = 0.0
@@ -146,9 +144,7 @@ def _amplified(q: float, moments: np.ndarray) -> np.ndarray:
 
 
 def mixture(parts: Sequence[tuple[float, np.ndarray]]) -> np.ndarray:
-    """Of a step that is one of several, and says which: their probabilities and divergences; what
-    is missing from 1 shows nothing.
-    """
+    """Of a step that is one of several, and says which; what is missing from 1 shows nothing."""
     logs = [math.log(weight) + (ORDERS - 1) * each for weight, each in parts]
     nothing = 1 - sum(weight for weight, _ in parts)
     logs += [np.full(len(ORDERS), math.log(nothing))] if nothing > 0 else []
@@ -159,8 +155,7 @@ def epsilons(
     one_step: np.ndarray, delta: float, counts: ArrayLike, once: np.ndarray | float = 0.0
 ) -> np.ndarray:
     """Epsilon float64 [...] after `counts` [...] steps, by the conversion of [2] as dp-accounting
-    has it, from divergences of one step at `ORDERS`, float64 [orders], and of what is spent `once`
-    in all.
+    has it, from divergences of one step and of what is spent `once`, float64 [orders].
     """
     spent = np.asarray(counts, float)[..., None] * one_step + once
     epsilon = spent + np.log1p(-1 / ORDERS) - np.log(delta * ORDERS) / (ORDERS - 1)

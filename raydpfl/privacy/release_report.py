@@ -34,7 +34,7 @@ from raydpfl.privacy.mechanism import Event, Mechanism
 from raydpfl.privacy.observers import views
 from raydpfl.privacy.types import Terms
 
-_GROUPS = 32  # different numbers of surveys in a curve
+_GROUPS = 32  # different numbers of surveys in a curve, so that few are composed
 _MARGIN = 1e-6  # relative: how far a true epsilon may exceed a claim
 
 
@@ -53,18 +53,20 @@ class SumsReport:
         surveys: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
         """Epsilon of any client after every round, by every accountant: float64 [T]. Of many
-        surveys an epsilon may count some before they are released, never too few.
+        surveys it may count some early.
 
         Args:
-            draws: for every release its clients, int64, a client drawn twice listed twice. They are
-                read where the mechanism is `unproved`, and a rigorous accountant's epsilons are
-                those against the first observer against whom there is a proof; None: a client may
-                be in every round. The last of them are those of the `rounds`.
+            draws: for every release, the last for the `rounds`, its clients, int64, listed as often
+                as drawn. Read where the mechanism is `unproved`: rigorous epsilons are then those
+                against the first observer with a proof; None: a client may be in every round.
             rounds: int64 [T], the number of releases composed after a round.
             surveys: int64 [T], how often all clients were asked until then; None: never.
         """
         curves = {name: np.full(len(rounds), np.inf) for name in self.accountants}
-        asked = _in_groups(np.zeros(len(rounds), int) if surveys is None else surveys)
+        surveys = np.zeros(len(rounds), int) if surveys is None else surveys
+        most = int(surveys.max(initial=0))
+        step = max(1, -(-most // _GROUPS))
+        asked = np.minimum(-(-surveys // step) * step, most)
         released = (self.mechanism, rounds, self.terms)
         proved = self._proved(draws, rounds) if self.mechanism.unproved else released
         for name in self.accountants:
@@ -80,8 +82,8 @@ class SumsReport:
     def _proved(
         self, draws: Sequence[ArrayLike] | None, rounds: np.ndarray
     ) -> tuple[Mechanism, np.ndarray, Terms] | None:
-        """What the observer sees against whom guarantees are proved: its mechanism, how many
-        rounds of it are composed after a round, int64 [T], and its terms; None: there is none.
+        """What the first observer with a proof sees: its mechanism, how many of its rounds are
+        composed after a round, int64 [T], and its terms; None: there is none.
         """
         most: list[int | None] = [None] * len(rounds)
         if draws is not None:
@@ -105,8 +107,7 @@ class SumsReport:
         self, participations: Participations | None, rounds: int, surveys: int = 0
     ) -> list[Guarantee]:
         """What holds after `rounds` releases and so many `surveys`, by every accountant and against
-        every observer that differs. `participations` is how often clients were drawn, by id or
-        int64 [N]; None: unknown.
+        every observer. `participations`: of clients, by id or int64 [N]; None: unknown.
         """
         most = None
         if isinstance(participations, Mapping):
@@ -136,20 +137,9 @@ def _curve(mechanism: Mechanism, accountant: str, rounds: np.ndarray, terms: Ter
     return epsilons if asked else np.where(rounds, epsilons, 0.0)
 
 
-def _in_groups(surveys: np.ndarray) -> np.ndarray:
-    """How many surveys a value of a curve counts, int64 [n], from how many were released: as many,
-    or with many of them some more, so that few curves are composed. The last is itself.
-    """
-    most = int(surveys.max(initial=0))
-    step = max(1, -(-most // _GROUPS))
-    return np.minimum(-(-surveys // step) * step, most)
-
-
 @lru_cache(maxsize=4096)
 def _event_curve(name: str, event: Event, delta: float, first: int, last: int) -> np.ndarray:
-    """Epsilon after first, ..., last events: one for all runs of a process, as trials of a search
-    differ by values that cost no privacy.
-    """
+    """Epsilon after first, ..., last events: one for all trials of a search."""
     curve = named(name).curve(event, delta, np.arange(first, last + 1))
     curve.flags.writeable = False
     return curve
@@ -166,10 +156,9 @@ class LocalStepsReport:
         self._curves: dict[tuple, np.ndarray] = {}  # by kind of client
 
     def epsilons(self, name: str, participations: Participations, group: int = 1) -> np.ndarray:
-        """Epsilon of every client's samples, float64 [N], by an accountant or one of `FORMULAS`, at
-        the release's delta (002 Theorem 5 has a delta of its own): 0 for a client that took no
-        part, infinite for one that took part without noise. It is that of any `group` samples of a
-        client together, or of all if it has no more.
+        """Epsilon of any `group` samples of every client together, float64 [N], by an accountant or
+        one of `FORMULAS`, at the release's delta (002 Theorem 5 has its own): 0 for a client that
+        took no part, infinite for one that took part without noise.
         """
         release = self.release
         counts, exposed = self._exposed(participations)
@@ -190,7 +179,7 @@ class LocalStepsReport:
         return epsilons
 
     def _exposed(self, participations: Participations) -> tuple[np.ndarray, np.ndarray]:
-        """How often clients took part, int64 [N], and whether any of their samples did, bool."""
+        """How often clients took part, int64 [N], and whether any of their samples did."""
         counts = self.release.counts(participations)
         return counts, (counts > 0) & (self.release.samples > 0)
 
@@ -216,9 +205,8 @@ class LocalStepsReport:
         surveys: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
         """The largest epsilon of any client's samples after every round, by every accountant:
-        float64 [T], public clients left out; the last is the largest of `epsilons`, to the bit. The
-        arguments are those of `SumsReport.curves`; without `rounds` there is one for every item of
-        `draws`, which are needed.
+        float64 [T], public clients left out; the last is the largest of `epsilons`, to the bit.
+        Arguments as of `SumsReport.curves`; None: one round for every item of `draws`.
         """
         assert draws is not None
         releases = [np.unique(np.asarray(draw, np.int64), return_counts=True) for draw in draws]
@@ -231,8 +219,8 @@ class LocalStepsReport:
     def _worst(
         self, name: str, releases: list[tuple[np.ndarray, np.ndarray]], finals: np.ndarray
     ) -> np.ndarray:
-        """The largest epsilon of any client after every release, float64 [releases]: pairs
-        (clients, how often they are drawn), which `finals` int64 [N] sums up.
+        """The largest epsilon of any client after every release (clients, how often each), which
+        `finals` int64 [N] sums up: float64 [releases].
         """
         most = np.where(self._covered(name), self.epsilons(name, finals), 0.0)
         counts = np.zeros_like(finals)
@@ -257,9 +245,8 @@ class LocalStepsReport:
         self, participations: Participations | None, rounds: int | None = None, surveys: int = 0
     ) -> list[Guarantee]:
         """What holds for the client that has spent most in these `participations`, by every
-        accountant; its id and the quantiles over clients are in `sampling`. A formula has the
-        conditions that fail for it. Public clients are exclusions; if only they take part, epsilon
-        is infinite.
+        accountant; its id and quantiles over clients are in `sampling`. Public clients are
+        exclusions; if only they take part, epsilon is infinite.
         """
         assert participations is not None
         counts, exposed = self._exposed(participations)
@@ -270,9 +257,7 @@ class LocalStepsReport:
     def of_persons(
         self, participations: Participations, group: int | None = None
     ) -> list[Guarantee]:
-        """What holds for `group` samples of one client together, by the rigorous accountants; None:
-        for all samples of any client.
-        """
+        """What holds for `group` samples of one client together; None: all samples of any."""
         counts, exposed = self._exposed(participations)
         names = [name for name in self.names if name not in FORMULAS]
         if group is not None:  # others know nothing of groups in a batch
@@ -283,9 +268,7 @@ class LocalStepsReport:
     def _guarantee(
         self, name: str, counts: np.ndarray, clients: np.ndarray, group: int = 0
     ) -> Guarantee:
-        """By one accountant or formula, for the worst of the clients that it covers: for a sample,
-        or for a person who has a `group` of them.
-        """
+        """For the worst of the clients that it covers: for a sample, or for a person's `group`."""
         release = self.release
         covered = clients[self._covered(name)[clients]]
         public = int(release.public[clients].sum())
@@ -300,7 +283,8 @@ class LocalStepsReport:
             worst = int(covered[np.argmax(spent)])
             epsilon = float(spent.max())
             scope = scope_of(release, worst, int(counts[worst]), spent, group)
-            if group and self._by_group_privacy(name, worst, group):
+            # hidden batches of fixed size have curves of groups
+            if release.sampling == "epochs" and 0 < group < release.samples[worst]:
                 scope = scope.marked(GROUP)
             delta, failed = self._conditions(name, worst, int(counts[worst]), epsilon)
             if name not in FORMULAS and release.stds[worst]:
@@ -322,13 +306,6 @@ class LocalStepsReport:
         hidden = np.flatnonzero(release.amplified & (release.samples > group))
         schemes = (together(release.batch_sampling(k), group)[0].scheme for k in hidden[:1])
         return all(scheme.gives(named(name).needs) for scheme in schemes)
-
-    def _by_group_privacy(self, name: str, k: int, group: int) -> bool:
-        release = self.release
-        if release.sampling == "epochs":
-            return group < release.samples[k]
-        scheme = release.event(k, group).sampling.scheme
-        return scheme.by_group_privacy(named(name).needs)
 
     def _covered(self, name: str) -> np.ndarray:
         """Bool [N]: clients not public, with noise of the formula where it calibrates any."""
@@ -357,9 +334,8 @@ class LocalStepsReport:
 
     def client_table(self, participations: Participations) -> list[dict[str, Any]]:
         """A row for a client that took part: sizes, participations, steps, noise (`noise_std` on
-        the mean gradient, `calibrated_by` an accountant, a formula or None), the promised epsilon
-        (`epsilon_claimed`, or None), those of all accountants, and `conditions_failed`, "formula:
-        condition". Floats may be infinite.
+        the mean gradient, `calibrated_by` an accountant, a formula or None), `epsilon_claimed` (or
+        None), those of all accountants, and `conditions_failed`, "formula: condition".
         """
         release = self.release
         counts = release.counts(participations)
@@ -460,7 +436,6 @@ def row_quantiles(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def _quantiles(values: Sequence[float]) -> list[float]:
-    """Quantiles at `SHARES`, each one of the values; empty where there is none."""
     ordered = sorted(values)
     places = [max(math.ceil(share * len(ordered)) - 1, 0) for share in SHARES]
     return [ordered[place] for place in places] if ordered else []
@@ -469,9 +444,8 @@ def _quantiles(values: Sequence[float]) -> list[float]:
 def scope_of(
     release: LocalSteps, k: int, count: int, spent: Sequence[float] = (), group: int = 0
 ) -> Scope:
-    """What a guarantee of client k relies on after `count` participations. `spent` are the epsilons
-    of all clients that took part, of which client k spent most; empty: unknown. `group`: of how
-    many samples that a person has; 0: of any one.
+    """What a guarantee of client k relies on after `count` participations. `spent`: the epsilons of
+    all clients that took part, if known; `group`: the samples of a person, 0: of any one.
     """
     scope = Scope.of_batches(release.batch_sampling(k))
     batch, samples = int(release.batches[k]), int(release.samples[k])
@@ -511,9 +485,8 @@ def report_of(
     """The `ReleaseReport` of a release.
 
     Args:
-        release: noise on the sums of rounds, or noise at local steps.
-        accountants: names of the accountants that state an epsilon.
-        terms: relation, delta and v of noise on sums; noise at local steps has its own.
+        release, accountants: on sums or at local steps; who state an epsilon.
+        terms: of noise on sums; noise at local steps has its own.
     """
     if release.by_draws:
         return LocalStepsReport(cast(LocalSteps, release), accountants)

@@ -40,17 +40,11 @@ _TOLERANCE = 1e-7  # of an epsilon
 
 @dataclass(frozen=True)
 class Repetition:
-    """The distribution of the number of runs. Raises `ConfigError` for a field out of range.
+    """The distribution of the number of runs. Raises `ConfigError` for a field out of range."""
 
-    Args:
-        runs: `poisson` may be 0; the others are truncated negative binomials [2], at least 1.
-        mean: of the number of runs, from 1 to 10,000.
-        shape: of `negative_binomial`, above 0, in which 1 is geometric; None for the others.
-    """
-
-    runs: Kind
-    mean: float
-    shape: float | None = None
+    runs: Kind  # poisson may be 0; the others are truncated negative binomials [2], at least 1
+    mean: float  # of the number of runs, from 1 to 10,000
+    shape: float | None = None  # of negative_binomial, above 0, in which 1 is geometric
 
     def __post_init__(self) -> None:
         one_of("runs", self.runs, Kind)
@@ -93,9 +87,7 @@ class Repetition:
         return drawn
 
     def renyi(self, one_run: np.ndarray) -> np.ndarray:
-        """Renyi divergences of the whole search at `rdp.ORDERS`, float64 [orders], from those of
-        one run: by [2], as dp-accounting has it.
-        """
+        """Renyi divergences of the whole search at `rdp.ORDERS`, float64 [orders], by [2]."""
         from dp_accounting import dp_event
         from dp_accounting import rdp as library
 
@@ -121,8 +113,8 @@ class Repetition:
         epsilon_of: Callable[[float], float],
         delta_of: Callable[[float], float],
     ) -> float:
-        """Epsilon of the whole search at `delta`, from the privacy profile of one run: its epsilon
-        at a delta, and its delta at an epsilon. It is c + epsilon_of(delta / mean), with
+        """Epsilon of the whole search at `delta`, from the privacy profile of one run, is
+        c + epsilon_of(delta / mean), with
 
             c = mean delta_of(0)                                            (Poisson)
             c = (eta + 1) e, where delta_of(e) = (exp(e) - 1) gamma / (1 - gamma)   (else).

@@ -25,10 +25,9 @@ Point = tuple[float, float]  # (x, excess)
 def safe_end(
     excess: Callable[[float], float], low: float, high: float, xtol: float, rtol: float = _LEAST
 ) -> float:
-    """A safe point next to the root of `excess`, which is at most 0 where x is safe and changes
-    sign once from `low` to `high`, the smaller and the larger end: an x with excess at most 0, less
-    than xtol + rtol |x| from where excess is above 0. Raises `ValueError` if both ends are safe, or
-    neither.
+    """An x less than xtol + rtol |x| from the root of `excess`, which is at most 0 where x is safe,
+    as this one is, and changes sign once from `low` to `high`. Raises `ValueError` if both ends are
+    safe, or neither.
     """
     from scipy.optimize import brentq
 
@@ -51,8 +50,7 @@ def halved(
     unsafe: Callable[[np.ndarray], np.ndarray], low: np.ndarray, high: np.ndarray, times: int
 ) -> np.ndarray:
     """Bisection of many brackets at once, from `low`, the unsafe ends, to `high`, the safe ones,
-    float64 [...]: the upper ends after so many halvings, `high` where everything is unsafe, and
-    within a bracket of `low` where nothing is.
+    float64 [...]: the upper ends after so many halvings; `high` where everything is unsafe.
     """
     for _ in range(times):
         middle = (low + high) / 2
@@ -63,9 +61,8 @@ def halved(
 
 
 def narrowed(excess: Callable[[float], float], low: Point, high: Point, xtol: float) -> float:
-    """A safe point next to the root of a falling function, which is at most 0 where x is safe: the
-    upper end of a bracket at most `xtol` wide. `low` and `high` are (x, excess) at the unsafe and
-    at the safe end.
+    """The safe end of a bracket, at most `xtol` wide, of the root of a falling function, from
+    (x, excess) at the unsafe end `low` and the safe end `high`.
     """
     for turn in range(_TURNS):
         width = high[0] - low[0]
@@ -87,8 +84,8 @@ def narrowed(excess: Callable[[float], float], low: Point, high: Point, xtol: fl
 def near_guess(
     excess: Callable[[float], float], x: float, slope: float, xtol: float
 ) -> float | None:
-    """A safe point next to the root of a falling function whose root is about x, where it has this
-    slope: an x with excess at most 0, and above 0 at `xtol` below; None if there is no root.
+    """A safe point, at most `xtol` above the root of a falling function that has this slope near x,
+    about its root; None if there is none.
     """
     low: Point | None = None  # too little
     high: Point | None = None  # and enough
@@ -115,8 +112,8 @@ def near_guess(
 
 
 def last(fits: Callable[[int], bool], most: int) -> int:
-    """The largest n from 1 to `most` that fits, as do all smaller numbers then; 0 if 1 does not.
-    Small numbers are tried first, as large ones may cost more.
+    """The largest n from 1 to `most` that fits, as all smaller ones do; 0 if 1 does not. Small
+    numbers, which cost less, are tried first.
     """
     low = 0
     high = 1

@@ -43,18 +43,13 @@ _TOGETHER = 1 << 22  # numbers of a table that is held at once
 
 @dataclass(frozen=True, eq=False)
 class TradeOff:
-    """A lower bound on the trade-off curve f, and the privacy profile that it is of.
+    """A lower bound on the trade-off curve f, and the privacy profile that it is of."""
 
-    Args:
-        epsilons: float64 [n], from 0 on, rising.
-        deltas: float64 [directions, n], upper bounds on delta there: of the unit there against it
-            not there, and the reverse; or one row, which holds for both.
-        mu: where f is exactly that of N(0, 1) against N(mu, 1); else None.
-    """
-
-    epsilons: np.ndarray
+    epsilons: np.ndarray  # float64 [n], from 0 on, rising
+    # float64 [directions, n], upper bounds on delta there: of the unit there against it not there,
+    # and the reverse; or one row, which holds for both
     deltas: np.ndarray
-    mu: float | None = None
+    mu: float | None = None  # where f is exactly that of N(0, 1) against N(mu, 1)
 
     @classmethod
     def gaussian(cls, mu: float) -> TradeOff:
@@ -117,7 +112,10 @@ class TradeOff:
 
             with np.errstate(invalid="ignore"):
                 return np.where(rates >= 1, 0.0, ndtr(-ndtri(rates) - self.mu))
-        rising, falling = self._profiles(null)
+        present, absent = self.deltas[0], self.deltas[-1]
+        if null == "either":
+            present = absent = self.profile
+        rising, falling = (absent, present) if null == "present" else (present, absent)
         grows = np.exp(np.minimum(self.epsilons, 700.0))
         flat = rates.ravel()
         best = np.zeros_like(flat)
@@ -127,24 +125,16 @@ class TradeOff:
             best[first : first + size] = lines.max(axis=1).clip(min=0.0)
         return best.reshape(rates.shape)
 
-    def _profiles(self, null: Null) -> tuple[np.ndarray, np.ndarray]:
-        """delta of the alternative against the null, and the reverse, float64 [n] each."""
-        if null == "either":
-            return self.profile, self.profile
-        present, absent = self.deltas[0], self.deltas[-1]
-        return (present, absent) if null == "absent" else (absent, present)
-
     def true_positives(self, false_positives: ArrayLike) -> np.ndarray:
         """The largest true-positive rate of any attack, 1 - f; as `false_negatives`."""
         return 1 - self.false_negatives(false_positives)
 
     def nearest_gaussian(self) -> tuple[float, float]:
-        """mu and regret of the nearest Gaussian from below: the smallest mu such that the
-        trade-off curve of N(0, 1) against N(mu, 1) is nowhere above f where both error rates are at
-        least 1e-10 [2]; infinite if there is none. So what it says of attacks is proved there. The
-        regret is the smallest r with f(a + r) - r <= G_mu(a) for all a: how far f is above it.
-
-        f is linear between its corners and the Gaussian's curve convex, so that the corners decide.
+        """mu and regret of the nearest Gaussian from below: the smallest mu such that the trade-off
+        curve of N(0, 1) against N(mu, 1) is nowhere above f where both error rates are at least
+        1e-10 [2]; infinite if there is none. The regret is the smallest r with
+        f(a + r) - r <= G_mu(a) for all a. f is linear between its corners and the Gaussian's curve
+        convex, so that the corners decide.
         """
         from scipy.special import ndtri
 
@@ -171,9 +161,7 @@ class TradeOff:
 
     @cached_property
     def _corners(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where the lines of neighbouring epsilons meet: false-positive and false-negative rates,
-        float64 [n] each, up to the diagonal, from which the curve is mirrored.
-        """
+        """Where lines of neighbouring epsilons meet: false-positive and false-negative rates."""
         delta = np.minimum.accumulate(self.profile)
         drops = -np.diff(delta)
         low, high = self.epsilons[:-1], self.epsilons[1:]
@@ -182,9 +170,7 @@ class TradeOff:
         return slopes * shrinks, 1 - delta[:-1] - slopes
 
     def to_dict(self) -> dict[str, Any]:
-        """What reports state, as JSON values: the profile and f at some points, the nearest
-        Gaussian, and the largest power of an attack at a false-positive rate of `LOW_RATE`.
-        """
+        """What reports state, as JSON values."""
         mu, regret = self.nearest_gaussian()
         rates = np.concatenate([np.geomspace(1e-6, 0.1, 21), np.linspace(0.15, 1.0, 18)])
         place = min(int((self.profile > 1e-12).sum()), len(self.epsilons) - 1)

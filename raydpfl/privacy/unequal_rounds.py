@@ -54,7 +54,11 @@ class Rounds:
         self._weights = np.pad(weights, ((0, 0), (0, int(once > 0))))
         pairs = [curves(mu) for mu in levels.tolist()]
         self.directions = len(pairs[0])
-        self._variance = weights.sum(axis=0) @ _stds(levels, pairs) ** 2 + once**2
+        # about the std of the loss at each level, from those at five of them
+        some = np.unique(np.linspace(0, len(levels) - 1, 5).astype(int))
+        known = [pld.discretise(*pairs[place][0]).std() for place in some]
+        stds = np.exp(np.interp(np.log(levels), np.log(levels[some]), np.log(known)))
+        self._variance = weights.sum(axis=0) @ stds**2 + once**2
         # a loss reaches less than in proportion to mu; what is beyond counts as infinite
         furthest = int(levels.argmax())
         reaches = levels / levels[furthest] * _reach(pairs[furthest])
@@ -141,8 +145,7 @@ class Rounds:
 
     def _window(self, masses: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
         """The grid indices that the sums are above, or below, with probability at most 1e-15, after
-        `first`, ..., T rounds (Chernoff, by the best of some orders). `masses` float64 [levels, and
-        the Gaussian over everyone, 2n + 1].
+        `first`, ..., T rounds. `masses` float64 [levels, and the Gaussian over everyone, 2n + 1].
         """
         surprise = math.log(1 / pld._WINDOW)
         rounds = len(self._weights)
@@ -191,10 +194,3 @@ def in_levels(mus: np.ndarray, convex: bool, most: int) -> tuple[np.ndarray, np.
 def _reach(pairs: Sequence[CurvePair]) -> float:
     """The largest loss, of all directions."""
     return max(pld._reach(curve) for pair in pairs for curve in pair)
-
-
-def _stds(levels: np.ndarray, pairs: Sequence[Sequence[CurvePair]]) -> np.ndarray:
-    """About the std of the loss at each level, from those at five of them."""
-    some = np.unique(np.linspace(0, len(levels) - 1, 5).astype(int))
-    known = [pld.discretise(*pairs[place][0]).std() for place in some]
-    return np.exp(np.interp(np.log(levels), np.log(levels[some]), np.log(known)))

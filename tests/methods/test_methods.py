@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from conftest import experiment, messages
+from conftest import experiment, local_steps, messages
 from plain_loop import plain_loop
 
 from raydpfl import Experiment, models, privacy, run
@@ -187,7 +187,7 @@ def test_every_client_has_a_guarantee_that_holds_one_by_one(tmp_path):
     assert 0 < len(budgets) < len(rows)
     for row in budgets:
         what = {name: row[name] for name in ("samples", "batch", "steps")}
-        mechanism = privacy.Mechanism.of_local_steps(**what, bound=0.5, std=row["noise_std"])
+        mechanism = local_steps(**what, bound=0.5, std=row["noise_std"])
         truth = privacy.epsilon(mechanism, "replace_one", 1e-5)
         assert row["epsilon_pld"] == pytest.approx(truth, rel=1e-4)
         assert row["epsilon_claimed"] * 0.995 < truth <= row["epsilon_claimed"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import yaml
-from conftest import SMALL, experiment, messages
+from conftest import SMALL, experiment, messages, refusal
 from rich.console import Console
 from scipy.special import ndtr, ndtri
 
@@ -143,6 +143,17 @@ def test_a_strategy_is_answered_in_the_shape_of_its_noise(strategy, shape, matte
     assert answer.mechanism.squares == pytest.approx(fitted.squares(60, 20, 3))
     usual = calculator.of_clients(**asked).mechanism.squares
     assert (answer.mechanism.squares != pytest.approx(usual)) is matters
+
+
+@pytest.mark.parametrize("strategy", ["tree", "banded"])
+@pytest.mark.parametrize("separation", [0, -3])
+def test_a_separation_below_one_is_refused(strategy, separation):
+    asked = {"population": 600, "cohort": 20, "rounds": 10, "sampling": "public"}
+    with refusal("at least 1") as caught:
+        calculator.of_clients(
+            **asked, noise_multiplier=3.0, strategy=strategy, separation=separation
+        )
+    assert caught.value.field == "separation"
 
 
 def test_the_guarantees_are_those_of_the_mechanism():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import experiment
+from conftest import experiment, local_steps
 from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from dp_accounting.rdp import RdpAccountant
@@ -20,7 +20,6 @@ from raydpfl.privacy import (
     Event,
     Guarantee,
     LocalSteps,
-    Mechanism,
     Query,
     Sampling,
     calibrate_local_steps,
@@ -30,6 +29,7 @@ from raydpfl.privacy import (
     report_of,
 )
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS
+from raydpfl.privacy.accounting import NOISELESS
 from raydpfl.privacy.guarantee import SHARES, column
 from raydpfl.privacy.release_report import row_quantiles
 from raydpfl.simulation.resolution import resolve
@@ -66,7 +66,7 @@ def alone(mechanism: LocalSteps, k: int, count: int, accountant: str) -> float:
         return 0.0
     client = {"samples": int(mechanism.samples[k]), "batch": int(mechanism.batches[k])}
     client |= {"bound": mechanism.bound, "std": float(mechanism.stds[k])}
-    one = Mechanism.of_local_steps(**client, steps=mechanism.steps * count)
+    one = local_steps(**client, steps=mechanism.steps * count)
     return epsilon(one, "replace_one", mechanism.delta, accountant=accountant)
 
 
@@ -342,6 +342,15 @@ def test_epochs_are_counted_at_the_worst_that_the_batches_can_do():
     assert exact >= 5
 
 
+@pytest.mark.parametrize("sampling", ["fresh", "epochs"])
+def test_clients_without_noise_have_no_guarantee_for_a_sample_or_a_person(sampling):
+    release = LocalSteps([100, 50], 10, 20, 1.0, 1e-5, [0.0, 2.0], sampling=sampling)
+    sample, person = report_of(release, ["pld"]).guarantees([1, 1])
+    assert (sample.unit, person.unit) == ("sample", "person")
+    assert sample.epsilon == person.epsilon == math.inf
+    assert sample.conditions_failed == person.conditions_failed == (NOISELESS,)
+
+
 def test_epochs_are_not_amplified_and_say_so():
     fresh, epochs = (
         LocalSteps([100], 10, 20, 1.0, 1e-5, [2.0], sampling=sampling)
@@ -349,7 +358,7 @@ def test_epochs_are_not_amplified_and_say_so():
     )
     # 2 epochs a participation, 3 participations: a sample is in 6 batches, each of sensitivity
     # 2/10.
-    plain = Mechanism.of_local_steps(samples=100, batch=100, steps=6, bound=1.0, std=2.0 * 10 / 100)
+    plain = local_steps(samples=100, batch=100, steps=6, bound=1.0, std=2.0 * 10 / 100)
     (spent,) = report_of(epochs).epsilons("pld", [3])
     assert spent == pytest.approx(epsilon(plain, "replace_one", 1e-5), rel=1e-9)
     assert spent > report_of(fresh).epsilons("pld", [3])[0]

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from conftest import local_steps
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import (
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 def steps_epsilon(client: dict, std: float, target: float) -> float:
     """What noise of this std at the local steps of a client truly gives."""
-    return epsilon(Mechanism.of_local_steps(**client, std=std), "replace_one", target)
+    return epsilon(local_steps(**client, std=std), "replace_one", target)
 
 
 def claims(formula, std: float, client: dict, target: float = 1e-2) -> float:
@@ -145,7 +146,7 @@ def test_002_gives_a_number_and_the_conditions_that_fail_however_far_outside_its
 def test_003_asks_below_ten_for_too_much_noise_all_the_same(budget):
     """PRIVACY.md sec. 5, n 500, B 128, 50 steps: 1.6 to 2.8 times the need, from 0.15 or so."""
     client = {"samples": 500, "batch": 128, "steps": 50, "bound": 1.0}
-    steps = Mechanism.of_local_steps(**client, std=1.0)
+    steps = local_steps(**client, std=1.0)
     exact = noise_for(budget, steps, "replace_one", 1e-5) / 128
     factor = BUDGETS.noise(budget, 1e-5, **client).value / exact
     assert (1.6 if budget >= 0.3 else 1.4) < factor < 2.8

@@ -19,9 +19,9 @@ NEEDS = {"pld": "curves", "rdp": "renyi"}  # of a sampling scheme, by the accoun
 
 class Accountant:
     """Base of the accountants. A member gives `name`, and `curve` and `delta_of` for the events
-    that it covers; or, if it is no composition of events, `epsilons` and `delta` for mechanisms. A
-    rigorous one names in `needs` the method of a sampling scheme that it accounts for a secret
-    cohort by (`SamplingScheme.curves` or `SamplingScheme.renyi`). docs/method.md has an example.
+    that it covers, or `epsilons` and `delta` for mechanisms. A rigorous one names in `needs` the
+    method of a sampling scheme that it accounts for a secret cohort by (`curves` or `renyi`).
+    docs/method.md has an example.
     """
 
     name: ClassVar[str] = ""  # a user-defined one is named by its import path
@@ -63,8 +63,7 @@ class Accountant:
         v: float,
     ) -> np.ndarray:
         """Epsilon at `delta` after `first`, ..., `last` rounds (at least 1) of a mechanism with
-        noise that it covers, float64 [last - first + 1]. `v` is the constant that the formula of
-        000 and 001 leaves open.
+        noise that it covers, float64 [last - first + 1]; `v` as of `Terms`.
         """
         return self.curve(mechanism.event(relation), delta, np.arange(first, last + 1))
 
@@ -75,9 +74,7 @@ class Accountant:
         return self.delta_of(mechanism.event(relation), epsilon, rounds)
 
     def tradeoff(self, mechanism: Mechanism, relation: Relation, rounds: int, v: float) -> TradeOff:
-        """The trade-off curve after `rounds` rounds of a mechanism with noise: a lower bound if the
-        accountant is rigorous.
-        """
+        """The trade-off curve after `rounds` rounds: a lower bound if it is rigorous."""
         return TradeOff.sampled(lambda at: self.delta(mechanism, relation, at, rounds, v))
 
     def tradeoff_of(self, event: Event, count: int) -> TradeOff:
@@ -96,16 +93,12 @@ class Accountant:
         raise NotImplementedError
 
     def together(self, parts: Sequence[Part], delta: float) -> float:
-        """Epsilon at `delta` of all `parts`, composed adaptively; here that of basic composition,
-        each part at an equal share of delta.
-        """
+        """Epsilon at `delta` of all `parts`, composed adaptively; here by basic composition."""
         share = delta / len(parts)
         return sum(float(self.curve(event, share, np.array([n]))[0]) for event, n in parts)
 
     def best_of(self, repetition: Repetition, runs: Sequence[Part], delta: float) -> float:
-        """Epsilon at `delta` of a search whose every run is one of `runs`, drawn at random: by the
-        privacy profile that bounds all of them.
-        """
+        """Epsilon at `delta` of a search whose every run is one of `runs`, drawn at random."""
 
         def epsilon_of(share: float) -> float:
             return max(float(self.curve(event, share, np.array([n]))[0]) for event, n in runs)

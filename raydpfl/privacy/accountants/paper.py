@@ -61,19 +61,13 @@ def paper_multiplier(
 def paper_epsilon(
     z: float, sampling: Sampling, rounds: int, delta: float, v: float = 4.0
 ) -> FormulaValue:
-    """The epsilon that the theorem claims at `z`, std of the noise on the sum / bound, with its
-    conditions that fail.
-    """
+    """The epsilon claimed at `z`, std of the noise on the sum / bound, and conditions that fail."""
     epsilon = paper_multiplier(1.0, sampling, rounds, delta, v) / z if z else math.inf
-    failed = []
     limit = sampling.q**2 * rounds
-    if not epsilon <= limit:
-        failed.append(
-            f"epsilon {epsilon:.4g} <= u q^2 T = {limit:.4g} (u = 1; the paper leaves u open)"
-        )
-    if not sampling.scheme.as_in_the_papers(sampling):
-        failed.append(f"cohorts of one fixed size, drawn without replacement (here: {sampling})")
-    return FormulaValue(epsilon, tuple(failed))
+    bound = f"epsilon {epsilon:.4g} <= u q^2 T = {limit:.4g} (u = 1; the paper leaves u open)"
+    drawn = f"cohorts of one fixed size, drawn without replacement (here: {sampling})"
+    conditions = {bound: epsilon <= limit, drawn: sampling.scheme.as_in_the_papers(sampling)}
+    return FormulaValue(epsilon, tuple(words for words, holds in conditions.items() if not holds))
 
 
 def _scale(sampling: Sampling, rounds: Any, delta: float, v: float) -> Any:

@@ -51,9 +51,7 @@ class PersonalBudgets(Formula):
 
 
 def unamplified_budget(epsilon: ArrayLike, *, batch: ArrayLike, samples: ArrayLike) -> Any:
-    """eps' = ln(1 + (e^eps - 1) / r), r = B / n_k: what 003 lets the composition spend before
-    amplification (Lemma 1), float64 [...].
-    """
+    """eps' = ln(1 + (e^eps - 1) / r), r = B / n_k: before amplification (003 Lemma 1), float64."""
     epsilon = np.asarray(epsilon, float)
     r = np.asarray(batch, float) / np.asarray(samples, float)
     small = np.log1p(np.expm1(np.minimum(epsilon, 30.0)) / r)
@@ -93,9 +91,8 @@ def budget_variance(
 
 
 def _lemma2(epsilon: float, delta: float, batch: int, samples: int) -> tuple[str, ...]:
-    """The condition that fails, in words, if 003 Lemma 2 does not hold where it is used, at eps'
-    and delta / r, by the exact Gaussian curve. It gives large budgets too little noise, at r = 1
-    and delta 1e-5 those above 169.
+    """The condition that fails, in words, where 003 Lemma 2 does not hold at eps' and delta / r, by
+    the exact Gaussian curve: at r = 1 and delta 1e-5 for budgets above 169.
     """
     r = batch / samples
 

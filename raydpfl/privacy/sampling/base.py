@@ -33,8 +33,7 @@ class Sampling:
             - `full`: everyone;
             - `with_replacement`: `cohort` draws, uniform or with no client likelier than `p_max`;
             - `random_allocation`: each client in `per_epoch` rounds of every `epoch`, drawn afresh;
-            - `public`: cohorts named by a public rule, whatever the data are. Only the rounds that
-              a client takes part in count, and the mechanism's `rounds` is their number.
+            - `public`: cohorts by a public rule; the mechanism's `rounds` are a client's own.
         population, cohort: clients (or samples) to draw from, and how many take part; the expected
             number where it varies. `ConfigError` if the scheme cannot have these.
         p_max: the largest probability of any client at one draw; None: draws are uniform.
@@ -66,8 +65,7 @@ class Sampling:
             expected = f"a number from 1/{self.population} to 1, for draws with replacement"
             raise ConfigError("p_max", self.p_max, expected)
         if self.epoch is not None and not scheme.in_epochs():
-            expected = "none, but for sampling random_allocation"
-            raise ConfigError("epoch", self.epoch, expected)
+            raise ConfigError("epoch", self.epoch, "none, but for sampling random_allocation")
         if (self.cap is None) == scheme.capped():
             expected = "an integer from the cohort on" if scheme.capped() else "none"
             raise ConfigError("cap", self.cap, f"{expected} under {scheme.kind}")
@@ -184,8 +182,8 @@ class SamplingScheme:
         return sampling.cohort
 
     def coins(self, sampling: Sampling) -> float | None:
-        """The probability with which a client takes part, independently of the others, so that the
-        size of a cohort is a secret too; None where clients are not independent.
+        """The probability with which each client takes part where clients are independent, so that
+        the size of a cohort is a secret too; else None.
         """
         return None
 
@@ -194,9 +192,7 @@ class SamplingScheme:
         return False
 
     def against(self, sampling: Sampling, colluders: int) -> Sampling | None:
-        """The sampling against an observer to whom so many clients tell whether they took part and
-        which noise they drew; None: not covered.
-        """
+        """The sampling against an observer with so many `colluders`; None: not covered."""
         return None
 
     def size_secret(self, sampling: Sampling) -> bool:
@@ -214,9 +210,8 @@ class SamplingScheme:
         return False
 
     def charged(self, sampling: Sampling, rounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What accountants compose after so many rounds, int64 [n]: the number of rounds, or of
-        epochs, whose `curves` they compose, and 0; or 1, and the part of the first epoch that is
-        composed by `part_curves`, in rounds. It never counts too few.
+        """What is composed after so many rounds, int64 [n], never too few: the number of rounds, or
+        epochs, by `curves`, and 0; or 1, and the rounds of the first epoch, by `part_curves`.
         """
         return rounds, 0 * rounds
 
@@ -228,13 +223,13 @@ class SamplingScheme:
 
     def any_subset(self, sampling: Sampling) -> bool:
         """Whether, for its size, a cohort is a uniform subset, independent of other rounds: a run
-        then checks how many clients two consecutive cohorts share. False for draws in groups.
+        then checks how many clients two consecutive cohorts share.
         """
         return self.as_in_the_papers(sampling)
 
     def as_in_the_papers(self, sampling: Sampling) -> bool:
         """Whether cohorts have one size, and all subsets are equally likely."""
-        return True
+        return self.size(sampling) is not None and not self.repeats()
 
     def gives(self, method: str) -> bool:
         """Whether this scheme has a method that an accountant needs (`curves` or `renyi`)."""
@@ -257,12 +252,11 @@ class SamplingScheme:
         return None
 
     def curves(self, sampling: Sampling, mu: float, relation: Relation) -> tuple[CurvePair, ...]:
-        """The privacy curves delta(epsilon), at epsilon >= 0, of one round (those of
-        `raydpfl.privacy.pld`, or any other): for all directions that can differ (one under
-        replace_one, which is symmetric; two where a client is removed or added) its curve, and that
-        of the opposite direction. `mu` is sensitivity / std of the Gaussian sum, where a client
-        moves it by 2 bounds under replace_one, else by one. Without this method pld does not cover
-        the scheme.
+        """The privacy curves delta(epsilon), at epsilon >= 0, of one round (as
+        `raydpfl.privacy.pld` has them): for each direction that differs (one under replace_one, two
+        where a client is removed or added) its curve and that of the opposite one. `mu` is
+        sensitivity / std of the Gaussian sum: a client moves it by 2 bounds under replace_one, else
+        by one. Without this method pld does not cover the scheme.
         """
         raise NotImplementedError
 
@@ -275,9 +269,7 @@ class SamplingScheme:
     def group_curves(
         self, sampling: Sampling, mu: float, group: int, relation: Relation
     ) -> tuple[CurvePair, ...]:
-        """As `curves`, of `group` units of the population together, which one person may own. By
-        default the bound of group privacy.
-        """
+        """As `curves`, of `group` units together; by default the bound of group privacy."""
         return tuple(
             (pld.group_privacy(up, group), pld.group_privacy(down, group))
             for up, down in self.curves(sampling, mu, relation)
@@ -286,15 +278,15 @@ class SamplingScheme:
     def amplified(
         self, sampling: Sampling, renyi: Callable[[np.ndarray], np.ndarray]
     ) -> np.ndarray:
-        """Renyi divergences of a round of any mechanism at `raydpfl.privacy.rdp.ORDERS` under
-        replace_one, float64 [orders], of the function that bounds those over everyone at whole
-        orders from 2 on; without this method rdp covers Gaussian sums alone.
+        """Renyi divergences of a round of any mechanism under replace_one, as by `renyi`, from the
+        function that bounds those over everyone at whole orders from 2 on; without this method rdp
+        covers Gaussian sums alone.
         """
         raise NotImplementedError
 
     def moved(self, sampling: Sampling, relation: Relation) -> float:
-        """How many `mu` a client moves the sum of a round at most, whatever the cohort
-        (docs/proofs.md, Sums over cohorts); infinite where that is not known.
+        """How many `mu` a client moves a round's sum at most, whatever the cohort (docs/proofs.md,
+        Sums over cohorts); infinite: unknown.
         """
         return math.inf
 
@@ -309,15 +301,15 @@ class SamplingScheme:
         return False
 
     def participations(self, sampling: Sampling, rounds: int, most: int | None) -> Participations:
-        """What a client spends in `rounds` rounds against an observer who knows the cohorts; `most`
-        is the largest number of times that any client was drawn, None: unknown.
+        """What a client spends against an observer who knows the cohorts; `most`: the largest
+        number of times that any was drawn, None: unknown.
         """
         times = rounds if most is None else min(most, rounds)
         return Participations(times, times, rounds)
 
     def most(self, sampling: Sampling, rounds: int, composed: int) -> tuple[int, float]:
-        """How often a client can be drawn in a run of which accountants compose `composed` rounds,
-        for the check of its draws: trials, and the largest chance of any client in one.
+        """For the check of a run's draws, where accountants compose `composed` rounds: trials, and
+        the largest chance of any client in one.
         """
         return composed, self.q(sampling)
 

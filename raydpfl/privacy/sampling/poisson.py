@@ -20,9 +20,6 @@ class PoissonSampling(SamplingScheme):
     def coins(self, sampling):
         return sampling.q
 
-    def as_in_the_papers(self, sampling):
-        return False
-
     def any_subset(self, sampling):
         return True
 

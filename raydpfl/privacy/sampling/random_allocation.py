@@ -11,6 +11,8 @@ from raydpfl.privacy import random_allocation
 from raydpfl.privacy.sampling.base import Participations, SamplingScheme
 from raydpfl.privacy.types import is_count
 
+_EPOCH = "T, the rounds of an epoch: an integer, at least 1"
+
 
 class RandomAllocationSampling(SamplingScheme):
     """`cohort` clients are expected, rounded; covered where a client may be absent."""
@@ -24,7 +26,7 @@ class RandomAllocationSampling(SamplingScheme):
     def check(self, sampling):
         k, rounds = sampling.per_epoch, sampling.epoch
         if not (is_count(rounds) and rounds >= 1):
-            raise ConfigError("epoch", rounds, "T, the rounds of an epoch: an integer, at least 1")
+            raise ConfigError("epoch", rounds, _EPOCH)
         if not (is_count(k) and 1 <= k <= rounds):
             expected = f"k, rounds of each client: an integer from 1 to the {rounds} of an epoch"
             raise ConfigError("per_epoch", k, expected)
@@ -35,7 +37,7 @@ class RandomAllocationSampling(SamplingScheme):
 
     def default(self, population, epoch=None, per_epoch=None):
         if not epoch or not per_epoch:
-            raise ConfigError("epoch", epoch, "T, the rounds of an epoch: an integer, at least 1")
+            raise ConfigError("epoch", epoch, _EPOCH)
         return max(1, round(population * per_epoch / epoch))
 
     def q(self, sampling):
@@ -52,9 +54,6 @@ class RandomAllocationSampling(SamplingScheme):
 
     def in_epochs(self):
         return True
-
-    def as_in_the_papers(self, sampling):
-        return False
 
     def words(self, sampling):
         each = f"each in {sampling.per_epoch} of the {sampling.epoch} rounds or steps of an epoch"

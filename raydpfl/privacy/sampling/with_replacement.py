@@ -16,9 +16,6 @@ class SamplingWithReplacement(SamplingScheme):
     def repeats(self):
         return True
 
-    def as_in_the_papers(self, sampling):
-        return False
-
     def plural(self):
         return "draws with replacement"
 
@@ -47,8 +44,7 @@ class SamplingWithReplacement(SamplingScheme):
         return float(sampling.cohort)
 
     def curves(self, sampling, mu, relation):
-        curve = pld.with_replacement_curve(self._likeliest(sampling), sampling.cohort, mu)
-        return ((curve, curve),)
+        return self.group_curves(sampling, mu, 1, relation)
 
     def group_curves(self, sampling, mu, group, relation):
         """As of one client so many times as likely."""
