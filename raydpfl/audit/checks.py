@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -50,9 +50,6 @@ class Check:
     def line(self) -> str:
         """Its outcome, for a terminal."""
         return f"{'passed' if self.passed else 'FAILED'}  {self.name}: {self.finding}"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def of_runs(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> list[Check]:

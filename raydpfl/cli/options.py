@@ -42,13 +42,12 @@ def whole_number(given: str | int) -> int:
 
 READ = "A YAML file, or the directory of a run. The import paths in it are code that runs."
 CHANGES = "Fields to change, each section.key=value: rounds=50, bounding.bound=0.5."
-CLUSTER = "A running Ray cluster to join; auto finds the local one."
 AGAIN = "Go on with what is in --out, or in the directory that is named."
 TRUSTED = "Import the code that a run directory names, which runs it; else such a run is refused."
 Config = Annotated[str, argument(READ, "CONFIG")]
 Overrides = Annotated[list[str] | None, argument(CHANGES, "KEY=VALUE", completion.overrides)]
 DataRoot = Annotated[Path | None, option("Where data sets lie; default: $RAYDPFL_DATA.")]
-Address = Annotated[str | None, option(CLUSTER)]
+Address = Annotated[str | None, option("A running Ray cluster to join; auto finds the local one.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but warnings and errors.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Resume = Annotated[bool, typer.Option("--resume", help=AGAIN)]

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from raydpfl.cli.experiment_reader import CONFIGS
 from raydpfl.config import defaults
 from raydpfl.config.overrides import at
 from raydpfl.config.yaml import dump, read
@@ -32,7 +33,6 @@ from raydpfl.sweep.study import Study, builtin
 from raydpfl.sweep.study.schema import SCALES
 from raydpfl.sweep.trials import shown
 
-DIRECTORIES = ("config.yaml", "sweep.yaml", "study.yaml")
 LINES = 50  # settings that are listed
 WIDTH = 78
 
@@ -88,10 +88,10 @@ def _path(asked: str) -> Path | None:
     except (OSError, ValueError):  # a name that no file has: reading it says so
         return path
     if path.is_dir():
-        files = [path / name for name in DIRECTORIES if (path / name).exists()]
+        files = [path / name for name in CONFIGS if (path / name).exists()]
         if not files and builtin.known(asked):
             return None
-        return next(iter(files), path / DIRECTORIES[0])
+        return next(iter(files), path / CONFIGS[0])
     return path
 
 

@@ -32,7 +32,7 @@ True
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,7 +105,7 @@ class Replay:
             "notes": [f"world: {world}" for world in self.worlds],
             "false_alarm": {"checks": sum(check.false_alarm for check in self.checks)},
             "views": [],
-            "checks": [check.to_dict() for check in self.checks],
+            "checks": [asdict(check) for check in self.checks],
         }
 
     def text(self) -> str:

@@ -39,7 +39,6 @@ STD = (
     "The noise in the units of --bound: of one client (of the sum, if the server draws it); "
     "with --unit sample, of the mean gradient."
 )
-ROUNDS = "Rounds T; of a sample: --participations."
 BOUND = (
     "L2 norm of what a client sends, or of a sample's gradient. Default: 1; with --std to be given."
 )
@@ -57,8 +56,6 @@ SAMPLINGS = (
     "random-allocation",
 )  # fmt: skip
 RELATIONS = ("replace_one", "add_remove", "zero_out")
-UNITS = ("client", "sample")
-DRAWERS = ("client", "server")
 TAKEN = "Rounds K that any one client takes part in. Default: all."
 STRATEGY = (
     "Of the server's noise, correlated over the rounds: tree, square-root, banded or buffered."
@@ -67,7 +64,6 @@ STRATEGIES = ("tree", "square-root", "banded", "buffered")
 SEPARATION = "The fewest rounds from one of a client's to its next, with --strategy. Default: 1."
 RESTART = "Rounds of one tree, with --strategy tree. Default: all."
 BANDS = "Rounds that noise is correlated over, with --strategy banded. Default: --separation."
-BUFFERS = "With --strategy buffered. Default: 3."
 NOISE = "laplace, or on sums of integers discrete-gaussian or skellam. Default: Gaussian."
 NOISES = ("discrete-gaussian", "skellam", "laplace")
 BITS = "Width of the sum of a coordinate, of integers. Default: 16."
@@ -87,7 +83,7 @@ def budget(
     epsilon: Annotated[float | None, option("Of the guarantee, at --delta.", GIVE)] = None,
     noise_multiplier: Annotated[float | None, option(MULTIPLIER, GIVE)] = None,
     std: Annotated[float | None, option(STD, GIVE)] = None,
-    rounds: Annotated[int | None, count(ROUNDS, GIVE)] = None,
+    rounds: Annotated[int | None, count("Rounds T; of a sample: --participations.", GIVE)] = None,
     delta: Annotated[float | None, option("Of the guarantee. Default: 1e-5.")] = None,
     bound: Annotated[float | None, option(BOUND)] = None,
     sampling: Annotated[str | None, option(SAMPLING, words=SAMPLINGS)] = None,
@@ -100,14 +96,14 @@ def budget(
     separation: Annotated[int | None, count(SEPARATION, CLIENT)] = None,
     restart: Annotated[int | None, count(RESTART, CLIENT)] = None,
     bands: Annotated[int | None, count(BANDS, CLIENT)] = None,
-    buffers: Annotated[int | None, count(BUFFERS, CLIENT)] = None,
+    buffers: Annotated[int | None, count("With --strategy buffered. Default: 3.", CLIENT)] = None,
     noise: Annotated[str | None, option(NOISE, CLIENT, NOISES)] = None,
     bits: Annotated[int | None, count(BITS, CLIENT)] = None,
     parameters: Annotated[int | None, count("Of the model, with --noise.", CLIENT)] = None,
-    unit: Annotated[str | None, option(UNIT, words=UNITS)] = None,
+    unit: Annotated[str | None, option(UNIT, words=("client", "sample"))] = None,
     population: Annotated[int | None, count("Clients N.", CLIENT)] = None,
     cohort: Annotated[int | None, count("Clients r of a round.", CLIENT)] = None,
-    placement: Annotated[str | None, option(DRAWS, CLIENT, DRAWERS)] = None,
+    placement: Annotated[str | None, option(DRAWS, CLIENT, ("client", "server"))] = None,
     colluders: Annotated[int | None, count(COLLUDERS, CLIENT)] = None,
     v: Annotated[float | None, option(CONSTANT, CLIENT)] = None,
     samples: Annotated[int | None, count("Samples n of the client.", SAMPLE)] = None,

@@ -28,15 +28,13 @@ def report(
     print(f"Report: {storage.within(place, 'index.html')}")
 
 
-COMPARED = "Directories of runs, sweeps and studies."
 SCORE = "The score to compare by. Default: that by which the runs are followed."
-PAGE = "Where the page goes. Default: ./report-NAMES."
 
 
 def compare(
-    directories: Annotated[list[str], argument(COMPARED, "DIR")],
+    directories: Annotated[list[str], argument("Directories of runs, sweeps and studies.", "DIR")],
     metric: Annotated[str | None, option(SCORE)] = None,
-    out: Annotated[str | None, option(PAGE)] = None,
+    out: Annotated[str | None, option("Where the page goes. Default: ./report-NAMES.")] = None,
 ) -> None:
     """Set runs side by side: a table of how they differ, their scores, epsilons and times;
     and a page with the score over rounds, seconds and epsilon. Seeds are averaged. Nothing is

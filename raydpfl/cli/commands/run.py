@@ -72,7 +72,6 @@ def run(
     run_display.report(console, result, display.took())
 
 
-NEW = "A new directory, or one that is empty."
 FAMILY = """The family of the class: bounding, selection, local, noise, weights, server, measure,
 metric, model, data or track."""
 NEXT = """  cd {folder}
@@ -81,7 +80,7 @@ NEXT = """  cd {folder}
 
 
 def new(
-    folder: Annotated[Path, argument(NEW, "DIR")],
+    folder: Annotated[Path, argument("A new directory, or one that is empty.", "DIR")],
     family: Annotated[str, option(FAMILY)] = "bounding",
 ) -> None:
     """Make a project to begin with: a config, a class of your own of some family, and its test."""
@@ -138,8 +137,8 @@ def submit(
     if len(asked) != 1:
         raise ConfigError("submit", config, "a CONFIG, or --follow ID, or --stop ID")
     if config is None and (resume or there):
-        extra = ("--resume", resume) if resume else ("--there", True)
-        raise ConfigError(*extra, "a CONFIG next to it")
+        name, value = ("--resume", resume) if resume else ("--there", True)
+        raise ConfigError(name, value, "a CONFIG next to it")
     job = asked[0]
     with directed("submit", *([config] if config else [])):
         server = JobServer(address)
