@@ -238,10 +238,10 @@ def result_folder(
     for a directory that is not empty.
     """
     with nullcontext() if out is None else storage.at(out) as folder:
-        taken = folder is not None and folder.exists()
-        if folder is not None and taken and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError("--out", str(folder), "a new or empty directory")
         if folder is not None:
+            taken = folder.exists()
+            if taken and (not folder.is_dir() or any(folder.iterdir())):
+                raise ConfigError("--out", str(folder), "a new or empty directory")
             make_folder(folder)  # refused before anything is trained
 
         def write(plan: Plan, results: dict[str, Any], scores: pa.Table | None) -> None:

@@ -86,8 +86,7 @@ class AdversaryWorld(World, ClientCanaryRun):
         d = self.plan.d
         bounding = self.experiment.bounding
         most = LARGEST if self.experiment.stateful is None else WITH_STATE
-        far = FAR * (self._bound + self._client_std / self.plan.weight)
-        far += bounding.far
+        far = FAR * (self._bound + self._client_std / self.plan.weight) + bounding.far
         direction = normals(self.experiment.seed, Purpose.CANARY, d, client=client)
         direction /= torch.linalg.vector_norm(direction, dtype=torch.float64).float()
         sizes = {"far": far, "opposite": -far, "tiny": 1e-3 * self._bound, "nothing": 0.0}
@@ -222,7 +221,6 @@ class EveryoneWorld(AdversaryWorld):
         """Of what every client sends."""
         if self.plan.lattice is not None:
             return [replace(checks.sums([self]), name="sums of everyone")]
-        every = [checks.bounds([self], FALSE_ALARM), checks.sums([self])]
         noise = checks.noise_of_updates([self], FALSE_ALARM)
-        every += [noise] if noise else []
-        return [replace(check, name=f"{check.name} of everyone") for check in every]
+        every = (checks.bounds([self], FALSE_ALARM), checks.sums([self]), noise)
+        return [replace(check, name=f"{check.name} of everyone") for check in every if check]
