@@ -28,7 +28,7 @@ in every verdict (`Audit.unseen`).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +100,6 @@ class Audit:
             claim = view.claimed
             return f"epsilon {claim.epsilon:.4g} is claimed against an observer of {claim.observer}"
 
-        def estimated(view: ObserverAudit) -> str:
-            estimate = view.estimate
-            interval = f"{estimate.epsilon:.4g} ({estimate.low:.4g} to {estimate.high:.4g})"
-            return f"scores look like {interval}"
-
-        def proven(view: ObserverAudit) -> float:
-            return max(view.lower, view.lower_of_curve or 0.0) / view.claimed.epsilon
-
         refuted = [view for view in self.views if view.refuted]
         exceeded = [view for view in self.views if view.exceeded]
         failed = [f"{check.name}: {check.finding}" for check in self.checks if not check.passed]
@@ -115,7 +107,7 @@ class Audit:
         if failed:
             problems.append(f"what ran is not what was accounted for ({'; '.join(failed)})")
         if refuted:
-            view = max(refuted, key=proven)
+            view = max(refuted, key=lambda view: view.proven / view.claimed.epsilon)
             least = f"the canaries prove at least {view.lower:.4g}"
             if view.lower <= view.claimed.epsilon:
                 least = "the canaries refute its trade-off curve, and those for epsilon below "
@@ -123,9 +115,8 @@ class Audit:
             problems.append(f"the claim is false: {claimed(view)}, and {least}")
         elif exceeded:
             view = max(exceeded, key=lambda view: view.estimate.epsilon / view.claimed.epsilon)
-            problems.append(
-                f"the claim is in doubt: {claimed(view)}, and the canaries' {estimated(view)}"
-            )
+            scores = f"the canaries' scores look like {view.estimate}"
+            problems.append(f"the claim is in doubt: {claimed(view)}, and {scores}")
         unseen = f"Not looked at: {'; '.join(self.unseen)}."
         if problems:
             text = ", and ".join(problems)
@@ -134,14 +125,14 @@ class Audit:
         looked = ", ".join(check.name for check in self.checks)
         return (
             f"Of what was looked at ({looked}) nothing speaks against the claims: {claimed(view)}, "
-            f"the canaries prove {view.lower:.4g} and their {estimated(view)}, and all "
-            f"{len(self.checks)} checks pass. {unseen}"
+            f"the canaries prove {view.lower:.4g} and their scores look like {view.estimate}, and "
+            f"all {len(self.checks)} checks pass. {unseen}"
         )
 
     def to_dict(self) -> dict[str, Any]:
         """As `audit.json` has it."""
-        chances = [check.false_alarm for check in self.checks]
-        false_alarm = sum(chances) + len(self.views) * observers.FALSE_ALARM
+        false_alarm = sum(check.false_alarm for check in self.checks)
+        false_alarm += len(self.views) * observers.FALSE_ALARM
         return {
             "passed": self.passed,
             "verdict": self.verdict,
@@ -154,7 +145,7 @@ class Audit:
                 "each lower bound": 1 - self.views[0].confidence,
             },
             "views": [view.to_dict() for view in self.views],
-            "checks": [check.to_dict() for check in self.checks],
+            "checks": [asdict(check) for check in self.checks],
         }
 
     def scores(self) -> pa.Table:
@@ -184,8 +175,7 @@ class Audit:
                     f"  refuted    the claimed trade-off curve, at noise for epsilon "
                     f"{view.lower_of_curve:.4g} and less, with the same confidence"
                 )
-            interval = f"({estimate.low:.4g} to {estimate.high:.4g})"
-            lines.append(f"  estimated  {estimate.epsilon:.4g} {interval}")
+            lines.append(f"  estimated  {estimate}")
             if claim.relation != "replace_one":
                 lines[-1] += (
                     f"; with variances as fitted {estimate.forward:.4g} one direction and "
@@ -220,7 +210,10 @@ def audit(
     """
     with result_folder(out) as write:
         _check(experiment, canaries, confidence, delta)
-        plan = resolve(_inline(experiment), Path(data_root) if data_root else None)
+        # without Ray, and without measures, some of which train clients again
+        client = experiment.client.model_copy(update={"actors": 0})
+        inline = experiment.model_copy(update={"client": client, "measure": ()})
+        plan = resolve(inline, Path(data_root) if data_root else None)
         # another release than the run's own
         plan = replace(plan, platform={**plan.platform, "audit": "canaries"})
         assert plan.mechanism is not None  # else nothing is claimed; see `_check`
@@ -245,10 +238,10 @@ def result_folder(
     for a directory that is not empty.
     """
     with nullcontext() if out is None else storage.at(out) as folder:
-        taken = folder is not None and folder.exists()
-        if folder is not None and taken and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError("--out", str(folder), "a new or empty directory")
         if folder is not None:
+            taken = folder.exists()
+            if taken and (not folder.is_dir() or any(folder.iterdir())):
+                raise ConfigError("--out", str(folder), "a new or empty directory")
             make_folder(folder)  # refused before anything is trained
 
         def write(plan: Plan, results: dict[str, Any], scores: pa.Table | None) -> None:
@@ -290,12 +283,6 @@ def _check(e: Experiment, canaries: int, confidence: float, delta: float | None)
         raise ConfigError("confidence", confidence, "a number from 0.5, below 1")
     if delta is not None and not 0 < delta < 1:
         raise ConfigError("delta", delta, "a number between 0 and 1, both excluded")
-
-
-def _inline(e: Experiment) -> Experiment:
-    """The experiment without Ray, and without measures, some of which train clients again."""
-    client = e.client.model_copy(update={"actors": 0})
-    return e.model_copy(update={"client": client, "measure": ()})
 
 
 def _of_clients(

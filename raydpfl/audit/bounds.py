@@ -205,6 +205,9 @@ class OneShot:
     mu: float  # distance of the two worlds in standard deviations
     error: float  # standard error of mu
 
+    def __str__(self) -> str:
+        return f"{self.epsilon:.4g} ({self.low:.4g} to {self.high:.4g})"
+
 
 def one_shot(
     statistics: np.ndarray,
@@ -223,26 +226,23 @@ def one_shot(
         mirrored: whether canaries outside send their opposite: the worlds are N(m, s^2) and
             N(-m, s^2), fitted to all. Else they are N(m, s^2), fitted to those inside, and N(0, 1).
     """
-    signs = np.where(inside, 1.0, -1.0) if mirrored else np.ones(len(inside))
-    use = np.ones(len(inside), bool) if mirrored else inside
-    x = (signs * statistics)[use]
-    e = shifts[use]
+    if mirrored:
+        x, e = np.where(inside, statistics, -statistics), shifts
+    else:
+        x, e = statistics[inside], shifts[inside]
     slope = float(e @ x / (e @ e))
     std = math.sqrt(float(((x - slope * e) ** 2).sum()) / max(len(x) - 1, 1))
     gap = 2.0 if mirrored else 1.0
     mean = slope * worst
     mu = gap * slope * worst / std
     error = math.hypot(gap * worst / math.sqrt(e @ e), mu / math.sqrt(2 * len(x)))
-    middle, low, high = gaussian_epsilon(
-        np.maximum([mu, mu - INTERVAL * error, mu + INTERVAL * error], 0.0), delta
-    ).tolist()
-    forward = middle
-    backward = middle
+    ends = np.maximum([mu, mu - INTERVAL * error, mu + INTERVAL * error], 0.0)
+    middle, low, high = gaussian_epsilon(ends, delta).tolist()
+    forward = backward = middle
     if not mirrored:
-        forward, backward = (
-            gaussian_pair_epsilon(*pair, delta)
-            for pair in (((mean, std), (0.0, 1.0)), ((0.0, 1.0), (mean, std)))
-        )
+        there, absent = (mean, std), (0.0, 1.0)
+        forward = gaussian_pair_epsilon(there, absent, delta)
+        backward = gaussian_pair_epsilon(absent, there, delta)
     return OneShot(middle, low, high, forward, backward, mu, error)
 
 

@@ -118,7 +118,6 @@ class OtherRows(RowReader):
         self._others = others
 
     def rows(self, client: int, picked: np.ndarray | None) -> Rows:
-        """As `RowReader.rows`."""
         rows = self._others(client)
         if rows is None:
             return self._reader.rows(client, picked)

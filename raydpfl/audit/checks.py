@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -50,9 +50,6 @@ class Check:
     def line(self) -> str:
         """Its outcome, for a terminal."""
         return f"{'passed' if self.passed else 'FAILED'}  {self.name}: {self.finding}"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def of_runs(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> list[Check]:
@@ -108,8 +105,8 @@ def cohorts(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Chec
     sizes = np.concatenate([run.cohorts for run in runs])
     wrong = sizes[sizes != sampling.size]
     if sampling.size is not None and len(wrong):
-        detail = f"a cohort has {wrong[0]} clients, where the accountants have {sampling.size}"
-        return Check("cohorts", False, detail)
+        finding = f"a cohort has {wrong[0]} clients, where the accountants have {sampling.size}"
+        return Check("cohorts", False, finding)
     rounds = len(runs[0].rounds)
     counts = [(times, client) for run in runs for client, times in run.counts.items()]
     times, client = max(counts, default=(0, 0))
@@ -123,11 +120,11 @@ def cohorts(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Chec
         total = int(sizes.sum())
         chance = binom(population * len(sizes), sampling.coins)
         if min(chance.cdf(total), chance.sf(total - 1)) < alarm / 4:
-            strange = f"{total} clients took part in all, where {chance.mean():.0f} "
-            strange += "were to be expected"
-    detail = "cohorts have the size that was accounted for; "
-    detail += f"no client took part more often than {times} times"
-    return Check("cohorts", not strange, strange or detail, alarm)
+            expected = f"{chance.mean():.0f} were to be expected"
+            strange = f"{total} clients took part in all, where {expected}"
+    finding = f"no client took part more often than {times} times"
+    finding = strange or f"cohorts have the size that was accounted for; {finding}"
+    return Check("cohorts", not strange, finding, alarm)
 
 
 def matrix(runs: Sequence[ClientCanaryRun]) -> Check | None:
@@ -343,8 +340,7 @@ def _chi_squared(name: str, d: int, draws: Sequence[tuple[float, str]], alarm: f
     ratio = math.sqrt(squares[worst] / d)
     alone = tails[worst] * 4 * len(draws) >= alarm
     passed = alone and float(tail(squares.sum(), d * len(draws))) * 4 >= alarm
-    overall = math.sqrt(squares.mean() / d)
-    finding = f"{overall:.5f} of the std that was accounted for, over all"
+    finding = f"{math.sqrt(squares.mean() / d):.5f} of the std that was accounted for, over all"
     finding += "" if alone else f"; {ratio:.4g} of it for {draws[worst][1]}"
     return Check(name, passed, finding, alarm)
 
@@ -373,6 +369,5 @@ def normality(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Ch
     """The noise on the sums is Gaussian, of the std accounted for (Kolmogorov and Smirnov)."""
     values = np.concatenate([noise for run in runs for noise in run.noises])[:_MOST]
     test = kstest(values, "norm")
-    off = f"{test.statistic:.2g} (p = {test.pvalue:.2g})"
-    finding = f"the distribution of {len(values):,} coordinates is off by {off}"
-    return Check("normality", test.pvalue >= alarm, finding, alarm)
+    finding = f"the distribution of {len(values):,} coordinates is off by {test.statistic:.2g} "
+    return Check("normality", test.pvalue >= alarm, f"{finding}(p = {test.pvalue:.2g})", alarm)

@@ -148,7 +148,7 @@ class ClientCanaryRun(CanaryRun):
         return self.state.participations
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
-        """See `Coordinator.collect`. The std of the noise is computed again from what the
+        """The std of the noise is computed again from what the
         accountants read.
         """
         plan = self.plan
@@ -182,7 +182,7 @@ class ClientCanaryRun(CanaryRun):
         return math.sqrt(len(cohort) / self.plan.clients_left) if self.by_client else 1.0
 
     def blocks(self, contribution: Contribution, state: ChunkRound) -> Iterator[Block]:
-        """See `CanaryRun.blocks`. A canary's vector to be bounded is its direction."""
+        """A canary's vector to be bounded is its direction."""
         members = state.chunk.members
         planted = np.isin(members, self.canaries.clients)
         blocks = contribution.training.blocks(state, np.where(planted, -1, members))
@@ -200,7 +200,7 @@ class ClientCanaryRun(CanaryRun):
             yield Block(slots, updates, NO_LOSS)
 
     def sent(self, state: ChunkRound, block: Block, vector: torch.Tensor) -> None:
-        """See `CanaryRun.sent`: it should be what is expected of the client, plus its noise."""
+        """It should be what is expected of the client, plus its noise."""
         client = int(state.chunk.clients[block.slots[0]])
         place = self.canaries.places.get(client)
         expected = self._expected(state, block)
@@ -351,7 +351,7 @@ class ClientCanaryRun(CanaryRun):
         }
 
     def finished(self) -> None:
-        """See `CanaryRun.finished`. The last round's clients answer again, and the last scores are
+        """The last round's clients answer again, and the last scores are
         counted again, as in rounds after the last, with their noise: rounds have little of it.
         """
         self._score()

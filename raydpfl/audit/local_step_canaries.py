@@ -197,7 +197,7 @@ class SampleCanaryRun(CanaryRun):
         actor.shards.reader = OtherRows(actor.shards.reader, self.canaries.rows)
 
     def sent(self, state: ChunkRound, block: Block, vector: torch.Tensor) -> None:
-        """See `CanaryRun.sent`: adds the evidence that an update gives about its client's canaries,
+        """Adds the evidence that an update gives about its client's canaries,
         and does some updates of a round again.
         """
         chunk = state.chunk

@@ -138,9 +138,14 @@ class ObserverAudit:
         )
 
     @property
+    def proven(self) -> float:
+        """The larger of both lower bounds: of any mechanism, and of the claimed curve."""
+        return max(self.lower, self.lower_of_curve or 0.0)
+
+    @property
     def refuted(self) -> bool:
-        """Whether the claim is below what is proven: the claimed epsilon, or its curve."""
-        return max(self.lower, self.lower_of_curve or 0.0) > self.claimed.epsilon
+        """Whether the claim is below what is proven."""
+        return self.proven > self.claimed.epsilon
 
     @property
     def exceeded(self) -> bool:

@@ -53,8 +53,7 @@ def table(
     marked: Guarantee | None = None,
     bold: Sequence[Guarantee] = (),
 ) -> Table:
-    """A table whose numbers of all accountants fit in 80 columns: the words of headings and
-    observers wrap.
+    """A table whose numbers of all accountants fit in 80 columns.
 
     Args:
         cells: guarantees, each with its number in print.

@@ -92,11 +92,8 @@ class KindReference:
 
 
 def of(name: str | None = None) -> list[KindReference]:
-    """The members of all families, of one (`bounding`), or one of them (`bounding.clip`).
-
-    Args:
-        name: a section of the config, one of the kinds that it can have, or a section with a kind.
-            The last word of a section is enough (`partition` for `data.partition`).
+    """The members of all families, of one (`bounding`), or one of them (`bounding.clip`). The last
+    word of a section is enough (`partition` for `data.partition`).
 
     Raises:
         ConfigError: there is none of this name.
@@ -105,8 +102,9 @@ def of(name: str | None = None) -> list[KindReference]:
     if name is None:
         return [*every]
     matches = [kind for kind in every if name in (kind.family, kind.name)]
+    ends = (f".{name}", f".{name.removesuffix('s')}")
     matches = matches or [
-        kind for kind in every if _ends(kind.family, name) or _ends(kind.name, name)
+        kind for kind in every if kind.family.endswith(ends) or kind.name.endswith(ends)
     ]
     if not matches:
         families = list(dict.fromkeys(kind.family for kind in every))
@@ -119,10 +117,6 @@ def of(name: str | None = None) -> list[KindReference]:
 def render(kinds: Iterable[KindReference]) -> str:
     """What `raydpfl kinds` prints."""
     return "\n\n".join(kind.render() for kind in kinds)
-
-
-def _ends(full: str, name: str) -> bool:
-    return full.endswith(f".{name}") or full.endswith(f".{name.removesuffix('s')}")
 
 
 @cache
@@ -178,9 +172,7 @@ def _yaml(value: Any) -> str:
 
 
 def _words(schema: Mapping[str, Any], sections: Mapping[str, Any]) -> str:
-    """A type of JSON Schema in words with its bounds, as in `number, > 0`; `sections` are those
-    that it refers to.
-    """
+    """A type of JSON Schema, which refers to `sections`, with its bounds, as in `number, > 0`."""
     if "anyOf" in schema:
         return " | ".join(_words(branch, sections) for branch in schema["anyOf"])
     if "$ref" in schema:

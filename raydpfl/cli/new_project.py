@@ -31,18 +31,11 @@ FAMILIES = {
 
 
 def make(folder: str | Path, family: str = "bounding") -> list[Path]:
-    """Writes a project into a directory.
-
-    Args:
-        folder: a new directory, or one that is empty.
-        family: of the member, a key of `FAMILIES`.
-
-    Returns:
-        Its files.
+    """Writes a project, with a member of a family (a key of `FAMILIES`), into a new or empty
+    directory: its files.
 
     Raises:
-        ConfigError: there is no such family, there is something in the directory, or it cannot be
-            written to.
+        ConfigError: there is no such family, or the directory cannot be written to or is not empty.
     """
     if family not in FAMILIES:
         raise ConfigError("--family", family, f"one of {', '.join(FAMILIES)}")
@@ -51,15 +44,13 @@ def make(folder: str | Path, family: str = "bounding") -> list[Path]:
         if os.path.lexists(place) and (not place.is_dir() or any(place.iterdir())):
             raise ConfigError("DIR", str(folder), "a new directory, or one that is empty")
         place.mkdir(parents=True, exist_ok=True)
-        written = []
-        for name, content in _files(family).items():
-            path = place / name
+        files = {place / name: content for name, content in _files(family).items()}
+        for path, content in files.items():
             path.write_text(content, encoding="utf-8")
-            written.append(path)
     except OSError as error:
         expected = f"a directory that can be written to ({error.strerror})"
         raise ConfigError("DIR", str(folder), expected) from None
-    return written
+    return [*files]
 
 
 def _files(family: str) -> dict[str, str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from raydpfl.cli.experiment_reader import CONFIGS
 from raydpfl.config import defaults
 from raydpfl.config.overrides import at
 from raydpfl.config.yaml import dump, read
@@ -32,7 +33,6 @@ from raydpfl.sweep.study import Study, builtin
 from raydpfl.sweep.study.schema import SCALES
 from raydpfl.sweep.trials import shown
 
-DIRECTORIES = ("config.yaml", "sweep.yaml", "study.yaml")
 LINES = 50  # settings that are listed
 WIDTH = 78
 
@@ -50,13 +50,11 @@ def preview(
 ) -> Preview:
     """What a file, a directory or the name of a study asks for.
 
-    Nothing is imported that it names, unless it is `timed`.
-
     Args:
         asked: A YAML file, the directory of a run, a sweep or a study, or a study's name.
         overrides: As `section.key=value`; none for a study.
-        timed: Prepares the data, puts the plan of every setting together, and times a round of each
-            kind of run that was not timed here before.
+        timed: Imports what it names, prepares the data, puts the plan of every setting together,
+            and times a round of each kind of run that was not timed here before.
         root: Where data sets lie.
 
     Raises:
@@ -88,10 +86,10 @@ def _path(asked: str) -> Path | None:
     except (OSError, ValueError):  # a name that no file has: reading it says so
         return path
     if path.is_dir():
-        files = [path / name for name in DIRECTORIES if (path / name).exists()]
+        files = [path / name for name in CONFIGS if (path / name).exists()]
         if not files and builtin.known(asked):
             return None
-        return next(iter(files), path / DIRECTORIES[0])
+        return next(iter(files), path / CONFIGS[0])
     return path
 
 
@@ -134,16 +132,13 @@ def _sweep(
         except ConfigError as error:
             refused[name] = error
     unread = _unread(experiments.values())
-    taken = None
+    lines = _settings(experiments, refused)
     if not refused:
         sweep.check_settings()
-        if not unread:
-            runs = _runs(sweep, [*experiments.values()])
-            taken = measure(runs, root) if timed else estimate(runs)
-    lines = _settings(sweep, experiments, refused)
-    if not refused:
         lines += ["All of them can be run." if timed else "All of them make an experiment."]
-        lines += _duration(sweep, taken)
+    if not refused and not unread:
+        runs = _runs(sweep, [*experiments.values()])
+        lines += _duration(sweep, measure(runs, root) if timed else estimate(runs))
     first = next(iter(experiments.values()), None)
     marks = {key for key in _defaults(sweep, first) if not _searched(sweep, key)}
     text = defaults.marked(dump(_complete(sweep, first)), marks)
@@ -204,7 +199,7 @@ def _counts(sweep: Sweep, experiments: Mapping[str, Experiment]) -> Iterator[str
 
 
 def _settings(
-    sweep: Sweep, experiments: Mapping[str, Experiment], refused: Mapping[str, ConfigError]
+    experiments: Mapping[str, Experiment], refused: Mapping[str, ConfigError]
 ) -> list[str]:
     """A line for each setting."""
     names = [*dict.fromkeys([*refused, *experiments])]
@@ -219,9 +214,7 @@ def _settings(
     return lines
 
 
-def _duration(sweep: Sweep, taken: Estimate | None) -> list[str]:
-    if taken is None:
-        return []
+def _duration(sweep: Sweep, taken: Estimate) -> list[str]:
     if taken.seconds is None:
         return [f"How long that takes is {taken.words()}; --timed says it."]
     most = "at most " if sweep.search.scheduler != "none" else ""
@@ -281,10 +274,10 @@ def list_studies(
 
     Raises `ConfigError` for a scale, seeds or a root without a name, and for a name of no study.
     """
-    for field, value in (("--scale", scale), ("--seeds", seeds), ("--data-root", root)):
+    options = {"--scale": scale, "--seeds": seeds, "--data-root": root and str(root)}
+    for field, value in options.items():
         if not names and value is not None:
-            text = str(value) if isinstance(value, Path) else value
-            raise ConfigError(field, text, "the name of a study as well, with --list")
+            raise ConfigError(field, value, "the name of a study as well, with --list")
     for name in [] if names else builtin.paths():
         scales = [Study.named(name, scale) for scale in SCALES]
         lines = [

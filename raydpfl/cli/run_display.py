@@ -65,9 +65,7 @@ class Display:
         self._live.stop()
 
     def stage(self, what: str) -> None:
-        """Shows what is done before the first round, in lines where no other lives only if it
-        takes long.
-        """
+        """Shows what is done before the first round; as a line only if it takes long."""
         self._stage = what
         if time.monotonic() - self._line >= WAIT:
             self._line = time.monotonic()
@@ -176,12 +174,10 @@ def spending(epsilon: float, promised: float | None) -> str:
     >>> spending(4.8213, 8.0), spending(29.01, 8.0), spending(4.8213, None)
     ('epsilon 4.82 of 8', 'epsilon 29, asked for 8', 'epsilon 4.82')
     """
-    text = f"epsilon {epsilon:.3g}"
     if promised is None:
-        return text
-    if epsilon > promised * (1 + 1e-3):  # by the formula of a paper, say
-        return f"{text}, asked for {promised:g}"
-    return f"{text} of {promised:g}"
+        return f"epsilon {epsilon:.3g}"
+    above = epsilon > promised * (1 + 1e-3)  # by the formula of a paper, say
+    return f"epsilon {epsilon:.3g}{', asked for' if above else ' of'} {promised:g}"
 
 
 def rate(row: dict[str, Any]) -> str:
@@ -191,11 +187,7 @@ def rate(row: dict[str, Any]) -> str:
 
 
 def report(console: Console, result: RunResult, took: str = "") -> None:
-    """Says what came of a run: its scores, what is guaranteed, and where to look next.
-
-    Args:
-        took: how long it took, in words.
-    """
+    """Says what came of a run that `took` so long, in words, and where to look next."""
     summary = result.summary
     if summary["status"] == "budget" or summary.get("reason"):
         _say(console, Text.assemble(("Stopped:", "yellow"), f" {summary['reason']}"))
@@ -206,9 +198,8 @@ def report(console: Console, result: RunResult, took: str = "") -> None:
     if took:
         _say(console, f"{took[0].upper()}{took[1:]}.")
     _guarantees(console, result)
-    ray = summary["ray"]
-    if ray["why_not"]:
-        _say(console, f"Ray was not started: {ray['why_not']}.")
+    if summary["ray"]["why_not"]:
+        _say(console, f"Ray was not started: {summary['ray']['why_not']}.")
     for line in following(result):  # a command stays whole, however long
         console.print(Text(line), soft_wrap=True)
 
@@ -261,9 +252,7 @@ def _guarantees(console: Console, result: RunResult) -> None:
 
 
 def epsilon(one: Guarantee) -> str:
-    """An epsilon in print, with a sign where it is no guarantee, or relies on what a user-defined
-    class declares; a dash where nothing is shown.
-    """
+    """An epsilon in print, with its signs; a dash where nothing is shown."""
     mark = BY_DECLARATION if one.declared else ""
     return "-" if math.isinf(one.epsilon) else f"{one.epsilon:.4g}{SIGNS[one.kind]}{mark}"
 
@@ -277,12 +266,10 @@ def notes(guarantees: Sequence[Guarantee], holds: Sequence[Guarantee]) -> list[s
             "numbers in a row the smallest holds."
         )
     for one in guarantees:
-        sign = f"{SIGNS[one.kind]} {one.accountant}, {KINDS[one.kind]}".strip()
         failed = "; ".join(one.conditions_failed)
-        if failed:
-            lines.append(f"{sign}. Conditions that fail: {failed}.")
-        elif SIGNS[one.kind]:
-            lines.append(f"{sign}.")
+        if failed or SIGNS[one.kind]:
+            sign = f"{SIGNS[one.kind]} {one.accountant}, {KINDS[one.kind]}".strip()
+            lines.append(f"{sign}. Conditions that fail: {failed}." if failed else f"{sign}.")
     relied = holds or [one for one in guarantees if not one.formula]
     lines += [
         f"Sampling: {one.sampling}." + ("" if one.rho is None else f" {one.concentrated()}.")

@@ -149,20 +149,19 @@ class StudyDisplay(SearchDisplay):
     def _render(self, runner: StudyRunner, done: int) -> RenderableType:
         name, total = runner.study.about.id, self._total(runner)
         failed = sum(trial.status == "failed" for trial in runner.trials)
-        running = [trial.label for trial in runner.trials if trial.status == "running"]
-        state = (f"{failed} failed  " if failed else "") + "".join(running[:1])
+        running = (trial.label for trial in runner.trials if trial.status == "running")
+        state = (f"{failed} failed  " if failed else "") + next(running, "")
         bar = Table.grid(padding=(0, 1))
-        bar.add_row(
-            escape(name), f"{done}/{total}", ProgressBar(total, done, width=40), escape(state)
-        )
+        part = ProgressBar(total, done, width=40)
+        bar.add_row(escape(name), f"{done}/{total}", part, escape(state))
         self._bars[name] = bar
         return Group(*self._bars.values())
 
     def _line(self, runner: StudyRunner, trial: Trial) -> str:
-        text = metric_columns.words(trial.summary or {})
-        parts = [runner.study.about.id, trial.named(), text, trial.status]
+        ended = [metric_columns.words(trial.summary or {}), trial.status]
         if trial.status == "failed":
-            parts[2:] = [f"failed: {trial.failure()}"]
+            ended = [f"failed: {trial.failure()}"]
+        parts = [runner.study.about.id, trial.named(), *ended]
         return "  ".join(part for part in parts if part)
 
     def report(self, result: StudyResult) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 import raydpfl
 from raydpfl import Experiment
-from raydpfl.cli import app, new_project
+from raydpfl.cli import new_project
+from raydpfl.cli.commands import run
 
 ROOT = Path(raydpfl.__file__).parent
 
@@ -65,7 +66,7 @@ def test_a_family_that_is_none_is_refused_by_name(tmp_path, complain):
     said = complain(["new", tmp_path / "mine", "--family", "nois"])
     assert said.startswith("--family = 'nois': expected one of bounding, selection, local, noise")
     assert not (tmp_path / "mine").exists()
-    help_of = " ".join(app.FAMILY.split())
+    help_of = " ".join(run.FAMILY.split())
     assert all(name in help_of for name in new_project.FAMILIES)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from raydpfl import privacy, run
-from raydpfl.cli import app, guarantee_table, run_display
+from raydpfl.cli import app, exit_codes, guarantee_table, run_display
 from raydpfl.methods.noise.tree_gaussian import TreeGaussian
 from raydpfl.privacy import Guarantee
 from raydpfl.privacy.guarantee import Observer, Scope
@@ -214,13 +214,13 @@ def test_helps_are_wrapped_at_words_and_by_nothing_else(monkeypatch):
 
 
 def test_an_interrupt_says_how_to_go_on_with_what_there_is(tmp_path):
-    with pytest.raises(KeyboardInterrupt), app._resumable(tmp_path / "out"):
+    with pytest.raises(KeyboardInterrupt), exit_codes.resumable(tmp_path / "out"):
         raise KeyboardInterrupt
     said = "interrupted before its first round was done; nothing is left of it"
-    assert app._interrupted() == said
+    assert exit_codes.interrupted() == said
     (tmp_path / "out" / "checkpoints").mkdir(parents=True)
     go_on = f"go on with: raydpfl run {tmp_path / 'out'} --resume"
-    assert app._interrupted("it failed") == f"interrupted (it failed); {go_on}"
-    with app._resumable(None, "reproduce"):
+    assert exit_codes.interrupted("it failed") == f"interrupted (it failed); {go_on}"
+    with exit_codes.resumable(None, "reproduce"):
         pass
-    assert app._interrupted() == "interrupted"
+    assert exit_codes.interrupted() == "interrupted"

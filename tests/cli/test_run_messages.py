@@ -12,7 +12,7 @@ import yaml
 from conftest import experiment
 
 from raydpfl import run
-from raydpfl.cli import app
+from raydpfl.cli import exit_codes
 from raydpfl.config.registry import load
 from raydpfl.errors import ConfigError, RunError, brief, contained, traceback_text
 from raydpfl.simulation.pool import Inline
@@ -127,12 +127,12 @@ def test_an_error_in_the_users_own_code_shows_their_frames_first(
 
 @pytest.mark.slow
 def test_all_frames_are_shown_where_they_are_asked_for(small, own_module, monkeypatch, typed):
-    monkeypatch.setenv(app.DEBUG, "")
+    monkeypatch.setenv(exit_codes.DEBUG, "")
     own_module("deep", MINE)
     rule = "bounding={kind: deep:Rule, bound: 1.0}"
     code, _, said = typed("run", small, rule, "--out", small.parent / "o", "--debug")
     assert code == 1
-    assert "raydpfl/cli/app.py" in said and "in factor" in said
+    assert "raydpfl/cli/exit_codes.py" in said and "in factor" in said
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ True
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,7 +105,7 @@ class Replay:
             "notes": [f"world: {world}" for world in self.worlds],
             "false_alarm": {"checks": sum(check.false_alarm for check in self.checks)},
             "views": [],
-            "checks": [check.to_dict() for check in self.checks],
+            "checks": [asdict(check) for check in self.checks],
         }
 
     def text(self) -> str:
@@ -155,13 +155,11 @@ def _quiet(plan: Plan) -> Plan:
     e = plan.experiment
     on_error = e.client.on_error if mechanism_of(plan).by_draws else "drop"
     client = e.client.model_copy(update={"actors": 0, "on_error": on_error})
-    quiet: dict[str, Any] = {"test": False, "stop": None, "every": e.rounds + 1}
-    if e.evaluate.survey is not None:
-        quiet = {"test": False, "stop": None}
-    else:
-        quiet |= {"per_client": None, "validation": 0.0}
-    update = {"client": client, "measure": (), "track": ()}
-    update["evaluate"] = e.evaluate.model_copy(update=quiet)
+    quiet: dict[str, Any] = {"test": False, "stop": None}
+    if e.evaluate.survey is None:
+        quiet |= {"every": e.rounds + 1, "per_client": None, "validation": 0.0}
+    evaluate = e.evaluate.model_copy(update=quiet)
+    update = {"client": client, "measure": (), "track": (), "evaluate": evaluate}
     quieted = e.model_copy(update=update)
     return replace(plan, experiment=quieted, platform={**plan.platform, "audit": "replay"})
 
@@ -243,9 +241,9 @@ def _of_steps(plan: Plan) -> tuple[list[Check], list[str]]:
         run = local_step_canaries.run(plan, CANARIES, plan.terms.delta, lambda done, of: None)
     except ConfigError as error:
         return drawn, [f"local steps ({error})"]
-    results = [checks.ledger([run]), run.check_steps(), *drawn]
     held = checks.curve(run.least_deltas(run.printed))
-    return [*results, *([held] if held else [])], list(run.unseen())
+    results = [checks.ledger([run]), run.check_steps(), *drawn, held]
+    return [check for check in results if check], [*run.unseen()]
 
 
 def _verdict(
@@ -253,8 +251,7 @@ def _verdict(
 ) -> Replay:
     moves = [move for world in worlds for move in world.moves]
     faults = [fault for world in worlds for fault in world.faults]
-    count = sum(len(world.records) for world in worlds)
-    rounds = f"{count} rounds of {len(worlds)} worlds"
+    rounds = f"{sum(len(world.records) for world in worlds)} rounds of {len(worlds)} worlds"
     sound = f"no sum moves by more than is declared in {rounds}"
     same = f"all that is no sum of clients is the same in {rounds}"
     results = [
@@ -266,8 +263,7 @@ def _verdict(
         results += checks.of_runs([first], FALSE_ALARM)
         cohorts = [record.cohort for record in first.records if record.cohort is not None]
         results.append(checks.noise_of_draws(plan, cohorts, FALSE_ALARM))
-        held = checks.curve(observers.least_deltas([first], []))
-        results += [held] if held else []
+        results += filter(None, [checks.curve(observers.least_deltas([first], []))])
     by_steps = {check.name for check in of_steps}
     if mechanism_of(plan).by_draws and first.records and "ledger" not in by_steps:
         results.append(checks.ledger([first]))

@@ -40,12 +40,12 @@ class AdversaryWorld(World, ClientCanaryRun):
     """A world in which no client trains: what each would send unbounded is an adversary's."""
 
     def plant(self, actor: ClientActor) -> None:
-        """See `CanaryRun.plant`: losses and scores are of other rows too."""
+        """Losses and scores are of other rows too."""
         if self.neighbour is not None and not self.neighbour.in_turn:
             actor.shards.reader = of_victim(actor.shards.reader, self.neighbour.victim, -1e4)
 
     def select(self, t: int) -> Cohort:
-        """See `Coordinator.select`. One client of the cohort, if any, has its turn."""
+        """One client of the cohort, if any, has its turn."""
         cohort = super().select(t)
         clients = cohort.clients.tolist()
         if self.neighbour is None and clients:
@@ -54,7 +54,6 @@ class AdversaryWorld(World, ClientCanaryRun):
         return cohort
 
     def blocks(self, contribution: Contribution, state: ChunkRound) -> Iterator[Block]:
-        """See `CanaryRun.blocks`."""
         for slots in np.flatnonzero(state.chunk.members >= 0)[:, None]:
             client = int(state.chunk.members[slots[0]])
             what = self._what(client, state.work.t)
@@ -87,8 +86,7 @@ class AdversaryWorld(World, ClientCanaryRun):
         d = self.plan.d
         bounding = self.experiment.bounding
         most = LARGEST if self.experiment.stateful is None else WITH_STATE
-        far = FAR * (self._bound + self._client_std / self.plan.weight)
-        far += bounding.far
+        far = FAR * (self._bound + self._client_std / self.plan.weight) + bounding.far
         direction = normals(self.experiment.seed, Purpose.CANARY, d, client=client)
         direction /= torch.linalg.vector_norm(direction, dtype=torch.float64).float()
         sizes = {"far": far, "opposite": -far, "tiny": 1e-3 * self._bound, "nothing": 0.0}
@@ -108,7 +106,6 @@ class AdversaryWorld(World, ClientCanaryRun):
         return updates.to(device)
 
     def sent(self, state: ChunkRound, block: Block, vector: torch.Tensor) -> None:
-        """See `CanaryRun.sent`."""
         work, chunk = state.work, state.chunk
         slots = block.slots
         client = int(chunk.clients[slots[0]])
@@ -171,7 +168,6 @@ class AdversaryWorld(World, ClientCanaryRun):
             )
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
-        """See `Coordinator.release`."""
         released = super().release(t, total)
         if self.neighbour is None:
             std = self.stds[-1] if self.plan.lattice is None else self.plan.lattice.std
@@ -191,7 +187,6 @@ class AdversaryWorld(World, ClientCanaryRun):
     def noisy_answers(
         self, t: int, cohort: Cohort, columns: Columns, noise: MonitoredNoise | None = None
     ) -> dict[str, float]:
-        """See `Coordinator.noisy_answers`."""
         sums = super().noisy_answers(t, cohort, columns, noise)
         if noise is not None or self.neighbour is not None:
             return sums
@@ -212,7 +207,6 @@ class EveryoneWorld(AdversaryWorld):
     """
 
     def select(self, t: int) -> Cohort:
-        """See `Coordinator.select`."""
         able = int(LESS / (self.plan.d + OVERHEAD))
         return Cohort.of(np.arange(min(len(self.plan.population), max(1, able))))
 
@@ -221,14 +215,12 @@ class EveryoneWorld(AdversaryWorld):
         return low * (high / low) ** (client / len(self.plan.population)) if t else "far"
 
     def finished(self) -> None:
-        """See `CanaryRun.finished`."""
         self.pool.close()
 
     def checks(self) -> list[Check]:
         """Of what every client sends."""
         if self.plan.lattice is not None:
             return [replace(checks.sums([self]), name="sums of everyone")]
-        every = [checks.bounds([self], FALSE_ALARM), checks.sums([self])]
         noise = checks.noise_of_updates([self], FALSE_ALARM)
-        every += [noise] if noise else []
-        return [replace(check, name=f"{check.name} of everyone") for check in every]
+        every = (checks.bounds([self], FALSE_ALARM), checks.sums([self]), noise)
+        return [replace(check, name=f"{check.name} of everyone") for check in every if check]

@@ -22,13 +22,11 @@ class ComparedRows(RowReader):
         )
 
     def rows(self, client: int, picked: np.ndarray | None) -> Rows:
-        """As `RowReader.rows`."""
         x, y = self._reader.rows(client, picked)
         self._compare(client, slice(None) if picked is None else picked, x, y)
         return x, y
 
     def read(self, clients: np.ndarray, counts: np.ndarray, width: int) -> Rows | None:
-        """As `RowReader.read`."""
         whole = self._reader.read(clients, counts, width)
         if whole is not None:
             for slot in np.flatnonzero(counts).tolist():

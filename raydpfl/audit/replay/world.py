@@ -56,7 +56,7 @@ class World(CanaryRun):
         return absent and e.relation == "add_remove" and e.selection.hides_size()
 
     def start(self) -> tuple[int, list[str]]:
-        """See `Coordinator.start`. What passes between the server and its clients is recorded."""
+        """What passes between the server and its clients is recorded."""
         started = super().start()
         self.pool = RecordedPool(self.pool, self)
         return started
@@ -316,7 +316,6 @@ class TrainingWorld(World):
     """
 
     def clients(self) -> ClientActor:
-        """See `CanaryRun.clients`."""
         actor = ClientActor(self.experiment, str(self.plan.shards))
         actor.shards.reader = ComparedRows(actor.shards, self.faults)
         if self.neighbour is not None:
@@ -327,7 +326,7 @@ class TrainingWorld(World):
         return local_step_canaries.spent(self.plan, len(self.rounds))
 
     def finished(self) -> None:
-        """See `CanaryRun.finished`: the ledger is read where no other world has it."""
+        """The ledger is read where no other world has it."""
         if mechanism_of(self.plan).by_draws:
             super().finished()
         else:
@@ -347,11 +346,9 @@ class RecordedPool:
     def run(
         self, broadcast: Broadcast, work: Work, assignments: Sequence[Sequence[Chunk]]
     ) -> Iterator[tuple[int, ChunkResult]]:
-        """See `Pool.run`."""
         self._world.broadcast(broadcast, work, [chunk for part in assignments for chunk in part])
         yield from self._pool.run(broadcast, work, assignments)
 
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
-        """See `Pool.losses`."""
         answers = self._pool.losses(model, t, clients, noise_seed)
         return self._world.answered(t, clients, answers, noise_seed)

@@ -1,0 +1,1 @@
+"""The commands, in a file for each group."""

@@ -1,0 +1,114 @@
+"""Commands of data sets: data list, fetch and describe."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from pathlib import Path
+from typing import Annotated
+
+from raydpfl import storage
+from raydpfl.cli import completion
+from raydpfl.cli.experiment_reader import read, stored_code
+from raydpfl.cli.options import DataRoot, Trust, argument, option, plain_console
+from raydpfl.errors import ConfigError
+
+SOME = "Some of them, or import paths of your own classes."
+FETCHED = "One whose place raydpfl data list names raydpfl data fetch."
+DESCRIBED = "A config and fields to change; or data files, or a folder, and fields of data."
+PICTURE = "A picture of the classes of each client: a file .svg, .png or .pdf."
+DATA = completion.of_family("data")
+
+
+def list_kinds(
+    kinds: Annotated[list[str] | None, argument(SOME, "KIND", DATA)] = None,
+    data_root: DataRoot = None,
+) -> None:
+    """All kinds of data, and where each would be read from; with kinds, these alone."""
+    from raydpfl import data
+
+    console = plain_console()
+    for row in data.catalogue(data_root, kinds or ()):
+        line = f"{row['kind']:20} {' '.join(row['summary'].split())}  [{row['where']}]"
+        if console.is_terminal:
+            line = textwrap.fill(line, console.width, subsequent_indent=" " * 21)
+        print(line)
+
+
+def fetch(
+    kind: Annotated[str, argument(FETCHED, "KIND", DATA)],
+    data_root: DataRoot = None,
+) -> None:
+    """Download a data set, unless it is there."""
+    from raydpfl import data
+
+    print(data.fetch(kind, data_root))
+
+
+def describe(
+    files: Annotated[list[str], argument(DESCRIBED, "CONFIG|FILE... [KEY=VALUE]...")],
+    out: Annotated[Path | None, option(PICTURE)] = None,
+    data_root: DataRoot = None,
+    trust_code: Trust = False,
+) -> None:
+    """What each client of a config gets, in numbers, and with --out as a picture; or what is
+    understood of data files, as a config that trains on them. `data.y=NAME` and the like say what
+    else to take.
+    """
+    from raydpfl import data
+
+    config, *overrides = files
+    if not _is_config(config):
+        if out is not None:
+            expected = "none without a config, such as data describe prints of these files"
+            raise ConfigError("--out", str(out), expected)
+        print(_understood(files, data_root), end="")
+        return
+    if out is not None:
+        from raydpfl.report import class_histogram
+
+        class_histogram.check(out)
+    with stored_code(config, trust_code):
+        experiment = read("data describe", config, overrides, ("data",), trust_code)[0]
+        held_out = experiment.evaluate.held_out
+        folder = data.prepare(experiment.data, experiment.seed, data_root, validation=held_out)
+        loaded = data.Shards.open(folder)
+        counted = experiment.data.counted(data_root)
+    for name, value in {**loaded.describe(), **counted}.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {number:g}" for key, number in value.items())
+        print(f"{name}: {value}")
+    if out is not None:
+        counts = loaded.class_counts()
+        if not counts.shape[1]:
+            raise ConfigError("--out", str(out), "none for data whose samples have no class each")
+        class_histogram.write(out, counts, loaded.target.names)
+        print(f"Picture: {out}")
+
+
+def _is_config(name: str) -> bool:
+    """Whether a name is that of a config or of a run's directory, and not of data."""
+    if storage.elsewhere(name):
+        return True
+    folder = Path(name)
+    if folder.is_dir():
+        return any((folder / name).exists() for name in ("config.yaml", "sweep.yaml"))
+    return folder.suffix in (".yaml", ".yml") or ("=" in name and not folder.exists())
+
+
+def _understood(arguments: list[str], data_root: Path | None) -> str:
+    """A config for data files, with what was understood of them as its comments."""
+    from raydpfl import data
+    from raydpfl.config.yaml import dump
+    from raydpfl.experiment import Experiment, overridden
+
+    files = [argument for argument in arguments if "=" not in argument or os.path.exists(argument)]
+    changes = [argument for argument in arguments if argument not in files]
+    tree = overridden({"data": {}}, changes)
+    other = [name for name in tree if name != "data"]
+    if other:
+        raise ConfigError(other[0], tree[other[0]], "fields of data alone, as in data.y=price")
+    suggestion = data.Suggestion(files, tree["data"], data_root)
+    Experiment.from_dict(suggestion.tree)
+    notes = [*suggestion.notes, *(f"warning: {warning}" for warning in suggestion.warnings)]
+    return "".join(f"# {note}\n" for note in notes) + dump(suggestion.tree)

@@ -1,0 +1,246 @@
+"""Commands of privacy: what a budget allows, and whether a run keeps to it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from raydpfl import storage
+from raydpfl.cli.experiment_reader import new_folder, read, read_sweep, stored_code
+from raydpfl.cli.options import (
+    Config,
+    DataRoot,
+    Json,
+    Overrides,
+    Trust,
+    argument,
+    count,
+    option,
+    plain_console,
+    print_json,
+)
+from raydpfl.cli.wrong_command import private_search
+from raydpfl.errors import ConfigError, RunError
+
+ASKED = (
+    "A config, or the directory of a run, to answer for, or several: what they spend together; or "
+    "a sweep with sweep.private: what the search spends; "
+    "the import paths in it that decide its privacy are code that runs."
+)
+GIVE = "Two of noise, epsilon and rounds; the third is computed"
+MULTIPLIER = "Std of the noise on the sum / --bound."
+STD = (
+    "The noise in the units of --bound: of one client (of the sum, if the server draws it); "
+    "with --unit sample, of the mean gradient."
+)
+BOUND = (
+    "L2 norm of what a client sends, or of a sample's gradient. Default: 1; with --std to be given."
+)
+SAMPLING = (
+    "fixed (size; the default), poisson, truncated-poisson, full, with-replacement, public or "
+    "random-allocation."
+)
+CAP = "Clients of a round (samples of a batch) at most, with --sampling truncated-poisson."
+COLLUDERS = "Clients who tell all they know, where clients draw the noise."
+EPOCH = "Rounds (local steps) T of an epoch, with --sampling random-allocation."
+PER_EPOCH = "Of these, those that each client (sample) is in. Default: 1."
+RELATION = "replace_one (the default), add_remove or zero_out; not each for every --sampling."
+SAMPLINGS = (
+    "fixed", "poisson", "truncated-poisson", "full", "with-replacement", "public",
+    "random-allocation",
+)  # fmt: skip
+RELATIONS = ("replace_one", "add_remove", "zero_out")
+TAKEN = "Rounds K that any one client takes part in. Default: all."
+STRATEGY = (
+    "Of the server's noise, correlated over the rounds: tree, square-root, banded or buffered."
+)
+STRATEGIES = ("tree", "square-root", "banded", "buffered")
+SEPARATION = "The fewest rounds from one of a client's to its next, with --strategy. Default: 1."
+RESTART = "Rounds of one tree, with --strategy tree. Default: all."
+BANDS = "Rounds that noise is correlated over, with --strategy banded. Default: --separation."
+NOISE = "laplace, or on sums of integers discrete-gaussian or skellam. Default: Gaussian."
+NOISES = ("discrete-gaussian", "skellam", "laplace")
+BITS = "Width of the sum of a coordinate, of integers. Default: 16."
+UNIT = "What is protected: client (the default) or sample."
+CLIENT = "With --unit client"
+DRAWS = "Who draws the noise: client (the default) or server (for poisson and random-allocation)."
+CONSTANT = "The constant that the formula `paper` leaves open. Default: 4."
+SAMPLE = "With --unit sample"
+PERSON = "Samples of one person, protected together; with a CONFIG, all of a client by default."
+NO_OPTIONS = ("config", "overrides", "as_json", "trust_code")  # of the calculator
+
+
+def budget(
+    context: typer.Context,
+    config: Annotated[str | None, argument(ASKED, "CONFIG")] = None,
+    overrides: Overrides = None,
+    epsilon: Annotated[float | None, option("Of the guarantee, at --delta.", GIVE)] = None,
+    noise_multiplier: Annotated[float | None, option(MULTIPLIER, GIVE)] = None,
+    std: Annotated[float | None, option(STD, GIVE)] = None,
+    rounds: Annotated[int | None, count("Rounds T; of a sample: --participations.", GIVE)] = None,
+    delta: Annotated[float | None, option("Of the guarantee. Default: 1e-5.")] = None,
+    bound: Annotated[float | None, option(BOUND)] = None,
+    sampling: Annotated[str | None, option(SAMPLING, words=SAMPLINGS)] = None,
+    cap: Annotated[int | None, count(CAP)] = None,
+    epoch: Annotated[int | None, count(EPOCH)] = None,
+    per_epoch: Annotated[int | None, count(PER_EPOCH)] = None,
+    relation: Annotated[str | None, option(RELATION, words=RELATIONS)] = None,
+    participations: Annotated[int | None, count(TAKEN)] = None,
+    strategy: Annotated[str | None, option(STRATEGY, CLIENT, STRATEGIES)] = None,
+    separation: Annotated[int | None, count(SEPARATION, CLIENT)] = None,
+    restart: Annotated[int | None, count(RESTART, CLIENT)] = None,
+    bands: Annotated[int | None, count(BANDS, CLIENT)] = None,
+    buffers: Annotated[int | None, count("With --strategy buffered. Default: 3.", CLIENT)] = None,
+    noise: Annotated[str | None, option(NOISE, CLIENT, NOISES)] = None,
+    bits: Annotated[int | None, count(BITS, CLIENT)] = None,
+    parameters: Annotated[int | None, count("Of the model, with --noise.", CLIENT)] = None,
+    unit: Annotated[str | None, option(UNIT, words=("client", "sample"))] = None,
+    population: Annotated[int | None, count("Clients N.", CLIENT)] = None,
+    cohort: Annotated[int | None, count("Clients r of a round.", CLIENT)] = None,
+    placement: Annotated[str | None, option(DRAWS, CLIENT, ("client", "server"))] = None,
+    colluders: Annotated[int | None, count(COLLUDERS, CLIENT)] = None,
+    v: Annotated[float | None, option(CONSTANT, CLIENT)] = None,
+    samples: Annotated[int | None, count("Samples n of the client.", SAMPLE)] = None,
+    batch: Annotated[int | None, count("Samples B of a batch.", SAMPLE)] = None,
+    steps: Annotated[int | None, count("Local steps Q of a round.", SAMPLE)] = None,
+    person: Annotated[int | None, count(PERSON, SAMPLE)] = None,
+    as_json: Json = False,
+    data_root: DataRoot = None,
+    trust_code: Trust = False,
+) -> None:
+    """Epsilon from noise, noise from epsilon, or rounds from both, by every accountant."""
+    from raydpfl.cli import budget_display
+    from raydpfl.privacy import calculator
+
+    stated = {
+        name: value
+        for name, value in context.params.items()
+        if name not in NO_OPTIONS and value is not None
+    }
+    runs = [name for name in overrides or () if "=" not in name or os.path.exists(name)]
+    if config and runs:
+        answer = _together([config, *runs], overrides or [], stated, data_root, trust_code)
+    elif config:
+        search = private_search(config, overrides or ())
+        expected = "none with a CONFIG; change its fields, as in noise.epsilon=3"
+        _check_options(stated, {"data_root"} if search else {"data_root", "person"}, expected)
+        from raydpfl.experiment import Experiment
+        from raydpfl.simulation import planned_guarantee
+
+        imports = set(Experiment.model_fields) - {"model", "server"}
+        with stored_code(config, trust_code):
+            if search:
+                from raydpfl.sweep.search_privacy import of_the_best
+
+                answer = of_the_best(read_sweep(config, overrides or (), False)[0], data_root)
+            else:
+                asked = read("budget", config, overrides, imports, trust_code)[0]
+                answer = planned_guarantee.of_config(asked, data_root, person)
+    else:
+        answer = calculator.from_options(**stated)
+    if as_json:
+        print_json(answer.to_dict())
+    else:
+        Console(highlight=False).print(budget_display.shown(answer))
+
+
+def _check_options(stated: dict[str, Any], allowed: set[str], expected: str) -> None:
+    for name in (name for name in stated if name not in allowed):
+        raise ConfigError(f"--{name.replace('_', '-')}", stated[name], expected)
+
+
+def _together(
+    runs: list[str], others: list[str], stated: dict[str, Any], root: Path | None, trust_code: bool
+) -> Any:
+    """What several runs spend together."""
+    from raydpfl.experiment import Experiment
+    from raydpfl.simulation import composed_runs
+
+    _check_options(stated, {"delta", "data_root"}, "none but --delta with RUNs")
+    for change in (change for change in others if change not in runs):
+        raise ConfigError(*change.partition("=")[::2], "no change of fields with several RUNs")
+    imports = set(Experiment.model_fields) - {"model", "server"}
+    stored = []
+    with ExitStack() as stack:
+        for name in runs:
+            stack.enter_context(stored_code(name, trust_code))
+            experiment, folder = read("budget", name, None, imports, trust_code)
+            reading = storage.reading(name, "run", "ledger.jsonl".__eq__)
+            place = stack.enter_context(reading) if folder else None
+            stored.append(composed_runs.StoredRun.of(name, experiment, place))
+        return composed_runs.compose(stored, root, stated.get("delta"))
+
+
+AUDITED = "Where audit.json and scores.parquet go; default: a new one under runs/."
+CANARIES = "Clients (with noise at local steps, samples) that a coin puts in or leaves out."
+CLAIMED = "Where claims are looked at. Default: the run's own."
+REPLAYED = (
+    "No canaries: neighbouring populations under the same keys, each released sum's change against "
+    "the sensitivity that is declared, and all else against itself."
+)
+
+
+def audit(
+    config: Config,
+    overrides: Overrides = None,
+    out: Annotated[str | None, option(AUDITED)] = None,
+    canaries: Annotated[int, count(CANARIES)] = 2000,
+    confidence: Annotated[float, option("Of each lower bound.")] = 0.95,
+    delta: Annotated[float | None, option(CLAIMED)] = None,
+    replay: Annotated[bool, option(REPLAYED)] = False,
+    as_json: Json = False,
+    data_root: DataRoot = None,
+    trust_code: Trust = False,
+) -> None:
+    """Run an experiment with canaries in it: what they prove of its privacy, next to what is
+    claimed; with --replay on neighbouring populations. Exit code 1: not as claimed.
+    """
+    from rich import progress
+
+    from raydpfl import audit as auditor
+    from raydpfl.audit import replay as replays
+
+    guesses: dict[str, Any] = {"canaries": canaries, "confidence": confidence, "delta": delta}
+    if replay and [*guesses.values()] != [2000, 0.95, None]:
+        expected = "none of --canaries, --confidence and --delta, as a replay guesses nothing"
+        raise ConfigError("--replay", True, expected)
+    out = out or new_folder(config, "-replay" if replay else "-audit")
+    console = plain_console()
+    bar = progress.Progress(
+        "round",
+        progress.MofNCompleteColumn(),
+        progress.BarColumn(),
+        progress.TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=as_json or not console.is_terminal,
+    )
+    task = bar.add_task("", total=None)
+
+    def show(done: int, of: int) -> None:
+        bar.update(task, completed=done, total=of)
+
+    with stored_code(config, trust_code), bar:
+        experiment, _ = read("audit", config, overrides, trust_code=trust_code)
+        options: dict[str, Any] = {"out": out, "data_root": data_root}
+        result: Any
+        if replay:
+            result = replays.replay(experiment, on_world=show, **options)
+        else:
+            result = auditor.audit(experiment, on_round=show, **options, **guesses)
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        console.print(result.text(), markup=False)
+        page = f"raydpfl report {shlex.quote(str(out))}"
+        following = f"Audit directory: {out}\n  its page and figures:  {page}"
+        console.print(following, markup=False, soft_wrap=True)
+    if not result.passed:
+        results = storage.within(out, "audit.json")
+        raise RunError(f"the run is not as private as it claims; see {results}")

@@ -1,0 +1,108 @@
+"""Commands that say what a config can be and is: show, check, kinds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from raydpfl import storage
+from raydpfl.cli import completion
+from raydpfl.cli.experiment_reader import read_config
+from raydpfl.cli.options import (
+    DataRoot,
+    Json,
+    Overrides,
+    argument,
+    option,
+    plain_console,
+    print_json,
+)
+from raydpfl.errors import ConfigError, RunError
+
+SHOWN = "A YAML file, the directory of a run, a sweep or a study, or the name of a study."
+TIMED = (
+    "Prepare the data, put every setting together with them, and time a round of each kind of run. "
+    "The import paths in CONFIG are then code that runs."
+)
+
+
+def show(
+    config: Annotated[str, argument(SHOWN, "CONFIG")],
+    overrides: Overrides = None,
+    timed: Annotated[bool, typer.Option("--timed", help=TIMED)] = False,
+    data_root: DataRoot = None,
+) -> None:
+    """Print a config complete, with each default marked as one; own members are not imported and
+    stand as written. Of a sweep or a study also what it would run, whether each of it can be, and
+    how long it takes.
+    """
+    from raydpfl.cli.preview import preview
+    from raydpfl.config.defaults import MARK
+
+    with read_config(config) as place:
+        asked = str(place) if storage.elsewhere(config) else config
+        shown = preview(asked, overrides or (), timed, data_root)
+    console = Console(soft_wrap=True)
+    for line in shown.text.splitlines():
+        console.print(Text(line, style="dim" if line.endswith(MARK) else ""))
+    if shown.refused:
+        raise shown.refused
+
+
+CHECKED = (
+    "A class by import path (mine:Tanh), or a member that comes with the project (bounding:clip). "
+    "An import path is code that runs."
+)
+AROUND = "Fields of the small experiment around it, or of the member's own section."
+Around = Annotated[list[str] | None, argument(AROUND, "KEY=VALUE", completion.after_colon)]
+
+
+def check(
+    member: Annotated[str, argument(CHECKED, "MEMBER", completion.members)],
+    overrides: Around = None,
+    as_json: Json = False,
+) -> None:
+    """Whether a member keeps the contract of its family, with each of its examples. Exit code 1:
+    one is broken.
+    """
+    from raydpfl import check as contract
+
+    clauses = contract.check(member, overrides or ())
+    if as_json:
+        print_json([asdict(clause) for clause in clauses])
+    else:
+        console = plain_console()
+        print(contract.render(clauses, *[console.width] * console.is_terminal))
+    broken = [clause for clause in clauses if clause.kept is False]
+    if broken:
+        first = broken[0]
+        where = f" ({first.example})" if first.example else ""
+        raise RunError(f"{member} breaks {first.name}{where}. {first.finding}")
+
+
+NAMED = "A section of the config (bounding, data.partition, ...), or one of its kinds."
+
+
+def kinds(
+    name: Annotated[str | None, argument(NAMED, "FAMILY[.KIND]", completion.kinds)] = None,
+    as_json: Json = False,
+    schema: Annotated[bool, option("Print the JSON Schema of a config, for editors.")] = False,
+) -> None:
+    """Every choice that a config has: its keys, their types, bounds, defaults and units, and the
+    paper that it is of. Of own classes `raydpfl check` says more.
+    """
+    from raydpfl.cli import config_schema
+    from raydpfl.cli import kinds as reference
+
+    if schema:
+        if name:
+            raise ConfigError("--schema", True, f"no {name} next to it: it is of a whole config")
+        print_json(config_schema.schema())
+    elif as_json:
+        print_json([asdict(kind) for kind in reference.of(name)])
+    else:
+        print(reference.render(reference.of(name)))

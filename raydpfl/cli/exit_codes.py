@@ -1,0 +1,129 @@
+"""How a command ends: 0 done, 1 a run that failed midway, 2 something asked for that cannot be run
+(one line, no traceback), 130 Ctrl-C.
+"""
+
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from raydpfl.core import signals
+from raydpfl.errors import ConfigError, RunError, brief, exited, frames_of_user, traceback_text
+
+DEBUG = "RAYDPFL_DEBUG"  # in the environment: errors show all frames
+
+
+class _Begun:
+    """What this process carries out, if it can be gone on with, and in which directory, if that is
+    known yet.
+    """
+
+    command = ""
+    folder: Path | str | None = None
+
+
+@contextmanager
+def resumable(folder: Path | str | None, command: str = "run") -> Iterator[None]:
+    """Within it an interrupt says how to go on with what is in `folder`."""
+    _Begun.command = command
+    _Begun.folder = folder
+    yield
+    _Begun.command = ""
+
+
+def interrupted(error: str = "") -> str:
+    """What is said of an interrupt, by which something may have failed."""
+    message = f"interrupted ({error})" if error else "interrupted"
+    folder = _Begun.folder
+    if not _Begun.command:
+        return message
+    if folder is None:
+        return f"{message}; what had begun goes on with --resume"
+    here = "://" not in str(folder)
+    if here and not (os.path.isdir(folder) and os.listdir(folder)):
+        return f"{message} before its first round was done; nothing is left of it"
+    command = f"raydpfl {_Begun.command} {shlex.quote(str(folder))} --resume"
+    return f"{message}; go on with: {command}"
+
+
+def carry_out(command: Callable[[], object]) -> None:
+    """Does what the command line asks for, and exits with its code unless that is 0."""
+    _Begun.command = ""
+    # Both signals ask to stop, also where SIGINT was ignored at the start, which Python alone would
+    # leave ignored: a script's `raydpfl ... &`, CI, a batch system before its time limit.
+    with signals.handled():
+        message, code = _carried_out(command)
+        # what came of it may have been another error, or none
+        if signals.asked() and code != 130:
+            message, code = interrupted(message), 130
+    if code:
+        fail(message, code)
+
+
+def _carried_out(command: Callable[[], object]) -> tuple[str, int]:
+    """What to say of the failure of a command, and its exit code."""
+    try:
+        if command() == 130:  # how typer passes Ctrl-C on
+            raise KeyboardInterrupt
+    except BaseException as error:
+        if os.environ.get(DEBUG) and not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        ended = _ended(error)
+        if ended is None:
+            raise
+        return ended
+    return "", 0
+
+
+# What ends a command, the exit code, and what is said of it; the first that fits.
+ENDINGS: tuple[tuple[type[BaseException], int, Callable[[BaseException], str]], ...] = (
+    (ConfigError, 2, str),
+    (RunError, 1, str),
+    (MemoryError, 1, lambda error: f"not enough memory: {error}"),  # numpy says how much
+    (RecursionError, 1, lambda error: "values within values, deeper than Python goes"),
+    # of files that no run is to blame for: no room, no right, no disk
+    (OSError, 1, lambda error: " ".join(str(error).split()) or type(error).__name__),
+    (KeyboardInterrupt, 130, lambda error: interrupted()),
+    (typer.Abort, 130, lambda error: interrupted()),
+)
+
+
+def _ended(error: BaseException) -> tuple[str, int] | None:
+    """What to say of this end of a command, and the exit code; None for one that is a defect, or
+    that has been said.
+    """
+    for kind, code, say in ENDINGS:
+        if isinstance(error, kind):
+            return say(error), code
+    if isinstance(error, SystemExit):
+        place = traceback.extract_tb(error.__traceback__)[-1].filename
+        if not error.code and Path(place).is_relative_to(Path(typer.__file__).parent):
+            return "", 0  # typer has completed a command for a shell
+        silent = isinstance(error, Failed) or isinstance(error.__context__, BrokenPipeError)
+        return None if silent else (f"code that the config names {exited(error)}", 1)
+    if isinstance(error, Exception) and frames_of_user(error):
+        return traceback_text(error), 1
+    if not isinstance(error, Exception):  # of a kind that nothing but a user's own module has
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"code that the config names raised {what}", 1
+    if signals.asked():
+        return interrupted(), 130
+    if hasattr(error, "format_message"):  # what typer says of an unusable command line
+        return error.format_message() or "a command is missing", 2
+    return None
+
+
+class Failed(SystemExit):
+    """The end of the command, said by `fail` and not by some module that a config names."""
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """Prints why a command failed, and exits."""
+    print(f"raydpfl: {message if os.environ.get(DEBUG) else brief(message)}", file=sys.stderr)
+    raise Failed(code)
