@@ -54,8 +54,7 @@ class SearchRunner(ABC):
     steps of Ray Tune, and should be quick.
 
     Args:
-        asked: the `Sweep` or the `Study`. The config in the directory is `KIND.yaml`, whose last
-            line, `...`, marks a whole file.
+        asked: the `Sweep` or the `Study`, written to `KIND.yaml` in the directory.
         folder: the directory.
         on_change: called with the runner when something has changed, and is to be shown.
     """
@@ -83,7 +82,7 @@ class SearchRunner(ABC):
 
     @property
     def trials(self) -> list[Trial]:
-        """All trials so far, in order, whether or not they need to be run."""
+        """All trials so far, whether or not they need to be run."""
         return [*self._trials.values()]
 
     @abstractmethod
@@ -93,15 +92,7 @@ class SearchRunner(ABC):
         """
 
     def add(self, label: str, experiment: Experiment, searched: Collection[str] = ()) -> Trial:
-        """The trial of this experiment: one, however often it is asked for.
-
-        Args:
-            label, searched: See `Trial.stored`.
-            experiment: As a trial.
-
-        Raises:
-            ConfigError: its directory holds something else.
-        """
+        """The trial of this experiment: one, however often it is asked for. See `Trial.stored`."""
         name = name_of(experiment, searched)
         if name not in self._trials:
             place = self.folder / "trials" / name
@@ -180,9 +171,8 @@ class SearchRunner(ABC):
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Holds the directory, reads what is there and writes the config.
-
-        Raises `ConfigError` if another process holds it, or it cannot be written to.
+        """Holds the directory, reads what is there and writes the config. Raises `ConfigError` if
+        another process holds it, or it cannot be written to.
         """
         make_folder(self.folder)
         with alone(self.folder, BUSY):
@@ -197,7 +187,6 @@ class SearchRunner(ABC):
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
-        """Raises `ConfigError` if the directory cannot be read or written."""
         try:
             yield
         except (OSError, FileError) as error:
@@ -232,11 +221,9 @@ class SearchRunner(ABC):
         return replace(result, out=storage.origin(self.folder) or self.folder)
 
     def tidy(self) -> None:
-        """Removes what a kill has left half written. Processes of what was killed may still end,
-        and write.
-        """
+        """Removes what a kill has left half written."""
         for path in self._remains():
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # processes of what was killed may still end
                 remove(path)
 
     def _remains(self) -> list[Path]:
@@ -253,16 +240,15 @@ def stored(folder: Path, kind: str) -> Mapping[str, Any]:
     """The tree in the `KIND.yaml` of a directory. Raises `ConfigError` unless it is whole."""
     path = folder / f"{kind}.yaml"
     tree = read(path)
-    why = None
     if not isinstance(tree, Mapping):
         why = f"it is a {type(tree).__name__}"
     elif not tree:
         why = "it is empty"
     elif not read_text(path).endswith("\n...\n"):
         why = "it is cut, as its last line is not '...'"
-    if why:
-        raise ConfigError("--resume", str(path), f"the {path.name} of a {kind}; {why}")
-    return tree
+    else:
+        return tree
+    raise ConfigError("--resume", str(path), f"the {path.name} of a {kind}; {why}")
 
 
 def describe(error: OSError | FileError) -> str:
