@@ -57,13 +57,11 @@ def _same(case: Example, other: Watched) -> str:
     whole = case.whole
     if not whole.experiment.noise.repeatable:
         return "no run can be repeated, as the noise says"
-    off = np.abs(whole.parameters() - other.parameters()).max()
-    hold(
-        np.array_equal(whole.parameters(), other.parameters()),
-        f"the model differs by {off:g} from that of the inline run",
-    )
-    for mine, theirs in zip(reversed(whole.columns), reversed(other.columns), strict=False):
-        hold(equal(mine, theirs), "what is known of the clients differs from the inline run")
+    mine, theirs = whole.parameters(), other.parameters()
+    wrong = f"the model differs by {np.abs(mine - theirs).max():g} from that of the inline run"
+    hold(np.array_equal(mine, theirs), wrong)
+    for one, two in zip(reversed(whole.columns), reversed(other.columns), strict=False):
+        hold(equal(one, two), "what is known of the clients differs from the inline run")
     hold(whole.state.bound == other.state.bound, "the bound differs from that of the inline run")
     return "as inline, to the last bit"
 
