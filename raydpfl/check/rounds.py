@@ -111,10 +111,8 @@ def epsilon(case: Example) -> str:
         factors=tuple(map(plan.factor, range(e.rounds))),
     )
     terms = plan.terms
-    true_curves = report_of(held, plan.rigorous, terms).curves(
-        plan.counted_draws(), plan.composed_rounds
-    )
-    for name, curve in true_curves.items():
+    report = report_of(held, plan.rigorous, terms)
+    for name, curve in report.curves(plan.counted_draws(), plan.composed_rounds).items():
         true = float(curve[-1])
         says = f"{name} says {spent[name]:.6g}, and what is released costs {true:.6g}"
         hold(math.isclose(spent[name], true, rel_tol=1e-6), says)

@@ -397,9 +397,8 @@ def _token() -> str | None:
         return None
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
     path = Path(named or Path.home() / ".ray" / "auth_token")
-    return os.environ.get("RAY_AUTH_TOKEN") or (
-        path.read_text().strip() if named or path.exists() else None
-    )
+    token = os.environ.get("RAY_AUTH_TOKEN")
+    return token or (path.read_text().strip() if named or path.exists() else None)
 
 
 def _line(error: BaseException) -> str:

@@ -143,10 +143,9 @@ class Dashboard:
             self._shown[trial.user_attrs.get("setting", "")] = _words(trial.state.name, value)
 
     def _create(self) -> None:
+        place = {"study_name": self.name, "storage": self._storage}
         direction = "maximize" if self.sweep.sign > 0 else "minimize"
-        self._study = self._library.create_study(
-            study_name=self.name, storage=self._storage, direction=direction
-        )
+        self._study = self._library.create_study(**place, direction=direction)
         self._study.set_user_attr("sweep", self._mark)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # this is marked experimental
@@ -193,9 +192,7 @@ class Dashboard:
             state=self._library.trial.TrialState[state],
             value=value,
             params={
-                key: _text(setting.values[key])
-                if hasattr(axis, "choices")
-                else float(setting.values[key])
+                key: (_text if hasattr(axis, "choices") else float)(setting.values[key])
                 for key, axis in self._axes.items()
             },
             distributions=self._axes,

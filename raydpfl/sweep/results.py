@@ -86,10 +86,7 @@ def gather(
         "metric": sweep.search.metric,
         "better": "larger" if sweep.sign > 0 else "smaller",
         "trained": {"runs": runs.all, "private": runs.private},
-        "failed": [
-            {"directory": f"trials/{trial.folder.name}", "reason": trial.failure()}
-            for trial in failed
-        ],
+        "failed": [{"directory": f"trials/{t.folder.name}", "reason": t.failure()} for t in failed],
         "choice": statement(settings, sweep, runs, best is not None or not over, spent),
     }
     if spent:
@@ -158,9 +155,7 @@ def epsilons(trial: Trial) -> dict[str, float]:
     spent: dict[str, float] = {}
     for guarantee in (trial.summary or {}).get("guarantees", ()):
         spent.setdefault(column(guarantee["accountant"]), float(guarantee["epsilon"]))
-    return spent or {
-        key: value for key, value in trial.report.items() if key.startswith("epsilon_")
-    }
+    return spent or {k: value for k, value in trial.report.items() if k.startswith("epsilon_")}
 
 
 class Runs(NamedTuple):
@@ -239,10 +234,8 @@ def _of_a_private_search(sweep: Sweep, chosen: bool, spent: Composition | None) 
     text += f", by the {named(sweep.search.metric)}, for which the test set counts as public."
     if spent:
         text += f" {spent.words('the whole search')}"
-    return (
-        f"{text[0].upper()}{text[1:]} That holds where the best run is all that is shown: trials/ "
-        "has the others, and how many there were; keep it to yourself."
-    )
+    text += " That holds where the best run is all that is shown: trials/ has the others, and how "
+    return f"{text[0].upper()}{text[1:]}many there were; keep it to yourself."
 
 
 def choice_is_a_query(private: int, note: str = "") -> str:

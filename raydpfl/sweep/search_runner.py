@@ -22,7 +22,7 @@ from raydpfl.runtime.runner import alone
 from raydpfl.storage.files import LOCK, read_text, remove
 from raydpfl.storage.run_files import clear, make_folder, replace_file, write_json
 from raydpfl.sweep.resources import Resources
-from raydpfl.sweep.trials import Trial, name_of
+from raydpfl.sweep.trials import Trial, check, name_of
 
 BUSY = 10.0  # seconds that processes of an earlier start may take to release the directory
 # what a kill leaves half written: Ray Tune's state, and files by the process that wrote them
@@ -92,12 +92,19 @@ class SearchRunner(ABC):
         """
 
     def add(self, label: str, experiment: Experiment, searched: Collection[str] = ()) -> Trial:
-        """The trial of this experiment: one, however often it is asked for. See `Trial.stored`."""
+        """The trial of this experiment, with what its directory holds: one, however often it is
+        asked for. `searched`: see `meaning`. Raises `ConfigError` if that holds another run.
+        """
         name = name_of(experiment, searched)
         if name not in self._trials:
-            place = self.folder / "trials" / name
-            self._trials[name] = Trial.stored(label, experiment, place, searched, self.last)
-            self._ready.append(self._trials[name])
+            trial = Trial(label, experiment, self.folder / "trials" / name, last=self.last)
+            check(trial.folder, experiment, searched, trial.named())
+            trial.read()
+            trial.before = trial.finished
+            if not trial.before:  # it continues, or is tried again
+                trial.status, trial.summary, trial.reason = "waiting", None, None
+            self._trials[name] = trial
+            self._ready.append(trial)
         return self._trials[name]
 
     def proposals(self) -> Iterator[Trial | None]:

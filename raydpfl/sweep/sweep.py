@@ -178,8 +178,9 @@ class Sweep:
     def listed(self) -> Iterable[dict[str, Any]]:
         """The values of every setting, in order; not for Optuna, which decides as results come."""
         if self.search.search == "grid":
-            finite = {k: space for k, space in self.spaces.items() if isinstance(space, Options)}
-            yield from points(finite)
+            yield from points(
+                {k: one for k, one in self.spaces.items() if isinstance(one, Options)}
+            )
             return
         seen: set[Any] = set()
         for sample in range((1 if self.search.private else 100) * self.size):
@@ -205,12 +206,8 @@ class Sweep:
         """
         first = {key: space.probes[0] for key, space in self.spaces.items()}
         bearing = {*ACCOUNTED, *self.trial(self.setting(first).experiment).accounted_with()}
-        spaces = {
-            key: Options(space.probes)
-            for key, space in self.spaces.items()
-            if key.partition(".")[0] in bearing
-        }
-        for values in points(spaces):
+        spaces = {key: Options(space.probes) for key, space in self.spaces.items()}
+        for values in points({k: spaces[k] for k in spaces if k.partition(".")[0] in bearing}):
             yield values, self.trial(self.setting({**first, **values}).experiment)
 
     def seeds(self, place: int) -> list[int]:

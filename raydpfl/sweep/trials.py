@@ -60,28 +60,6 @@ class Trial:
     before: bool = False  # it had finished before the sweep or study was started or resumed
     last: int = 1  # evaluations, at the end of the run, of which its scores are the mean
 
-    @classmethod
-    def stored(
-        cls,
-        label: str,
-        experiment: Experiment,
-        folder: Path,
-        searched: Collection[str] = (),
-        last: int = 1,
-    ) -> Trial:
-        """The trial of a directory, with what is stored there. `searched`: see `meaning`.
-
-        Raises `ConfigError` if the directory holds another run.
-        """
-        trial = cls(label, experiment, folder, last=last)
-        check(folder, experiment, searched, trial.named())
-        trial.read()
-        trial.before = trial.finished
-        if not trial.before:  # it continues, or is tried again
-            trial.status = "waiting"
-            trial.summary = trial.reason = None
-        return trial
-
     @property
     def seed(self) -> int:
         return self.experiment.seed

@@ -114,6 +114,7 @@ def summary(
     """
     # the directory and the digest of the model of every final run, by cell and seed
     models = {one.cell: {trial.seed: _model(trial) for trial in one.finals} for one in progress}
+    values = {key(one.cell.place): one.values for one in progress}
     identities = [compare(identity, models) for identity in study.same_bits]
     failed = _failed(progress)
     reason = _problem(failed, identities) if over else None
@@ -130,9 +131,7 @@ def summary(
         "trained": {"runs": len(runs), "private": sum(runs.values())},
         "failed": failed,
         "identities": identities,
-        "claims": verdicts(
-            study.claims, study.labels, {key(o.cell.place): o.values for o in progress}
-        ),
+        "claims": verdicts(study.claims, study.labels, values),
         "equal_arms": _equal_arms(models),
         "computed_by": {**versions(), "compiled": COMPILED, "commit": commit()},
         "tuning": _choice(study, progress, runs),

@@ -439,11 +439,10 @@ def _mappings(where: str, value: Any) -> dict[str, dict[str, Any]]:
 
 
 def _only(where: str, value: Any) -> Only:
-    axes = {
-        plain(axis): labels if isinstance(labels, list) else [labels]
+    return {
+        plain(axis): tuple(map(label, labels if isinstance(labels, list) else [labels]))
         for axis, labels in _mapping(where, value).items()
     }
-    return {axis: tuple(label(name) for name in labels) for axis, labels in axes.items()}
 
 
 def _puts(where: str, value: Any) -> dict[str, Any]:
