@@ -15,14 +15,15 @@ Traceback (most recent call last):
 raydpfl.errors.ConfigError: member = 'nothing': expected a class by import path \
 (package.module:Name), or a member as in bounding:clip
 
-Clauses are functions of a case, in a file for each family. A clause that is looked at by
-statistics raises a false alarm in at most one check of a million.
+Clauses are functions of a case, in a file for each family. One that is looked at by statistics
+raises a false alarm in at most one check of a million.
 """
 
 import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -107,7 +108,8 @@ def check(
     overrides: Sequence[str] = (),
     on_clause: Callable[[Clause], object] = lambda clause: None,
 ) -> list[Clause]:
-    """Looks at every clause, for every example of a member.
+    """Looks at every clause, for every example of a member. Raises `ConfigError` for what is no
+    member of any family, or has no valid examples.
 
     Args:
         target: the import path of your own class (`mine:Tanh`), a member that comes with the
@@ -115,9 +117,6 @@ def check(
         overrides: fields of the small experiment around it, `section.key=value`. Those of the
             member's own section change its examples.
         on_clause: is given each as soon as it is known.
-
-    Raises:
-        ConfigError: it is no member of any family, or has no valid examples.
     """
     section, cls, path = resolved(target)
     clauses: list[Clause] = []
@@ -154,18 +153,12 @@ def resolved(target: str | type) -> tuple[str, type, str]:
         path = path or f"{cls.__module__}:{cls.__qualname__}"
         factory(path)
         return "model", Module, path
-    section = ""
-    if isinstance(cls, type):
-        derived = (
-            name for name, base in BASES.items() if issubclass(cls, base) and cls is not base
-        )
-        section = next(derived, "")
+    bases = BASES.items() if isinstance(cls, type) else ()
+    section = next((name for name, base in bases if issubclass(cls, base) and cls is not base), "")
     if not section:
-        bases = ", ".join(
-            f"{base.__module__.removesuffix('.base')}.{base.__name__}" for base in BASES.values()
-        )
-        raise ConfigError("member", path or repr(cls), f"a class derived from one of {bases}")
-    assert isinstance(cls, type)
+        names = [f"{one.__module__.removesuffix('.base')}.{one.__name__}" for one in BASES.values()]
+        expected = f"a class derived from one of {', '.join(names)}"
+        raise ConfigError("member", path or repr(cls), expected)
     for kind, other in BUILT_IN[section].items():
         if other is cls:
             return section, cls, kind
@@ -176,23 +169,14 @@ def resolved(target: str | type) -> tuple[str, type, str]:
 
 
 def _built_in(name: str) -> tuple[str, type, str] | None:
-    """A member by `family:kind`, `family.kind`, or by its kind alone. Raises `ConfigError` for one
-    of several.
-    """
+    """A member by `family:kind`, `family.kind`, or by its kind alone."""
     *parts, kind = re.split("[.:]", name)
     section = ".".join(parts)
-    if section:
-        cls = BUILT_IN.get(section, {}).get(kind)
-        return None if cls is None else (section, cls, kind)
-    matches = [
-        (family_name, family[name], name)
-        for family_name, family in BUILT_IN.items()
-        if name in family
-    ]
+    sections = [section] if section else BUILT_IN
+    matches = [section for section in sections if kind in BUILT_IN.get(section, {})]
     if len(matches) > 1:
-        several = " or ".join(f"{family_name}:{name}" for family_name, _, _ in matches)
-        raise ConfigError("member", name, several)
-    return matches[0] if matches else None
+        raise ConfigError("member", name, " or ".join(f"{section}:{name}" for section in matches))
+    return (matches[0], BUILT_IN[matches[0]][kind], kind) if matches else None
 
 
 def _looks(
@@ -221,7 +205,7 @@ def _looks(
 
 
 def _examples(section: str, cls: type, path: str, overrides: tuple[str, ...]) -> list[Example]:
-    """The examples of a member, each valid, in the experiments around it. Raises `ConfigError`."""
+    """The examples of a member, each valid, in the experiments around it."""
     mine = [text for text in overrides if text.startswith(f"{section}.")]
     around = tuple(text for text in overrides if text not in mine)
     _possible(around, section)
@@ -256,16 +240,15 @@ def render(clauses: Sequence[Clause], columns: int = 1 << 20) -> str:
     width = max(len(clause.name) for clause in clauses)
     words = {True: "kept", False: "BROKEN", None: "not tried"}
     wide = max(6, *(len(words[clause.kept]) for clause in clauses))
+    indent = " " * (6 + wide + width)
     lines = []
-    shown = None
-    for clause in clauses:
-        if clause.example != shown:
-            shown = clause.example
-            lines.append(f"{shown or 'no fields set'}:")
-        line = f"  {words[clause.kept]:{wide}}  {clause.name:{width}}  {clause.finding}"
-        indent = " " * (6 + wide + width)
-        for text in line.splitlines():
-            lines.append(textwrap.fill(text, columns, subsequent_indent=indent))
+    for example, some in groupby(clauses, lambda clause: clause.example):
+        lines.append(f"{example or 'no fields set'}:")
+        for clause in some:
+            line = f"  {words[clause.kept]:{wide}}  {clause.name:{width}}  {clause.finding}"
+            lines += [
+                textwrap.fill(t, columns, subsequent_indent=indent) for t in line.splitlines()
+            ]
     seen = Counter(clause.kept for clause in clauses)
     untried = f", {seen[None]} not tried" if seen[None] else ""
     lines.append(f"{seen[True]} of {len(clauses)} clauses are kept{untried}")

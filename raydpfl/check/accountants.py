@@ -45,9 +45,7 @@ def surveys(case: Claims) -> str:
         alone = float(gaussian_delta(1.0, survey.mu(relation)))
         rounds = accountant.delta(mechanism, relation, 1.0, ROUNDS, V)
         wrong = f"{words}: with a survey delta {claimed:.4g} at epsilon 1, where it alone has "
-        hold(
-            claimed >= max(alone, rounds) * (1 - 1e-4) - 1e-9,
-            f"{wrong}{alone:.4g}, and the rounds {rounds:.4g}",
-        )
+        wrong += f"{alone:.4g}, and the rounds {rounds:.4g}"
+        hold(claimed >= max(alone, rounds) * (1 - 1e-4) - 1e-9, wrong)
         looked += 1
     return f"of {looked} combinations"

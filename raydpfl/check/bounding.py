@@ -39,7 +39,6 @@ def _factors(case: Example, norms: torch.Tensor, bound: float) -> torch.Tensor:
 
 
 def _alone(view: View, place: int) -> View:
-    """The round as one of them knows it."""
     own = view.state[place : place + 1]
     return replace(view, load_state=lambda: own)
 
@@ -66,11 +65,9 @@ def _lengths(case: Example, given: np.ndarray, bound: float) -> np.ndarray:
     with np.errstate(over="ignore"):
         lengths = given * found / bound
     place = int(lengths.argmax())
-    hold(
-        lengths[place] <= 1 + 1e-12,
-        f"norm {float(given[place])!r} is sent with length {float(lengths[place] * bound)!r}, "
-        f"above the bound of {bound!r}",
-    )
+    norm, length = float(given[place]), float(lengths[place] * bound)
+    wrong = f"norm {norm!r} is sent with length {length!r}, above the bound of {bound!r}"
+    hold(lengths[place] <= 1 + 1e-12, wrong)
     return lengths
 
 
@@ -155,13 +152,10 @@ def each_alone(case: Example) -> str:
     for most in _bounds(case):
         inputs = norms(most)
         factors = _factors(case, inputs, most)
-        for place in range(len(inputs)):
-            one = _factors(case, inputs[place : place + 1], most)
-            hold(
-                close(one[0], factors[place]),
-                f"norm {float(inputs[place]):g} gets factor {float(one[0]):g} alone and "
-                f"{float(factors[place]):g} among others",
-            )
+        for norm, factor in zip(inputs, factors, strict=True):
+            one = float(_factors(case, norm[None], most)[0])
+            wrong = f"norm {float(norm):g} gets factor {one:g} alone and {float(factor):g} among "
+            hold(close(one, factor), f"{wrong}others")
     return f"1 client as {TOGETHER}"
 
 
@@ -225,11 +219,9 @@ def receive(case: Example) -> str:
         states.append(mean)
         member.receive(-3 * released, copied(start), facts)
     hold(np.array_equal(states[0], states[1]), "asked twice, it is another")
-    broadcast = member.broadcast_state(member.start(case.d))
-    hold(
-        all(array.dtype == np.float32 for array in broadcast.values()),
-        "the broadcast state is not float32",
-    )
+    broadcast = member.broadcast_state(member.start(case.d)).values()
+    single = all(array.dtype == np.float32 for array in broadcast)
+    hold(single, "the broadcast state is not float32")
     return f"keeps {', '.join(start) or 'nothing'}"
 
 

@@ -3,7 +3,7 @@
 A scheme claims that a secret cohort amplifies privacy, and by how much. None may claim more than
 what holds for a client whose data alone move the sum: it is in the cohort with probability q, and
 everyone else sends 0. One round then shows a mixture of two Gaussians, whose privacy loss is an
-integral over a line. No sound scheme claims less than this loss for a round.
+integral over a line.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Lone:
         return max(float(np.maximum(a - e * b, 0).sum() * self.step) for a, b in backends)
 
     def attacks(self) -> tuple[np.ndarray, np.ndarray]:
-        """The most powerful tests for the client's data (Neyman and Pearson): their rates of false
-        positives and of false negatives, some of them, float64 [n] each.
+        """Some of the most powerful tests for the client's data (Neyman and Pearson): their rates
+        of false positives and of false negatives, float64 [n] each.
         """
         with np.errstate(divide="ignore", invalid="ignore"):
             order = np.argsort(-np.nan_to_num(self.p / self.q, nan=1.0), kind="stable")
@@ -154,10 +154,9 @@ def no_less_than_an_attack(case: Claims) -> str:
         back = curve.false_negatives(false_negatives.clip(0, 1), "present")
         for here, attack in ((claimed, false_negatives), (back, false_positives)):
             worst = int(np.argmax(here - attack))
-            wrong = (
-                f"{words}: error rate {here[worst]:.4g}, where an attack has {attack[worst]:.4g}"
-            )
-            hold(here[worst] <= attack[worst] + 1e-4, wrong)
+            rate, least = here[worst], attack[worst]
+            wrong = f"{words}: error rate {rate:.4g}, where an attack has {least:.4g}"
+            hold(rate <= least + 1e-4, wrong)
         looked += 2 * len(claimed)
     return f"{looked} points of trade-off curves held against the best test"
 

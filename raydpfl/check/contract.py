@@ -27,6 +27,8 @@ from scipy.stats import chi2
 
 from raydpfl.core.prng import Purpose, keyed_globals, stream
 from raydpfl.errors import RAISED, in_line
+from raydpfl.methods.local import Local
+from raydpfl.training.backends import BACKENDS, REFERENCE, lacking
 
 SEED = 20  # of all made-up numbers
 FALSE_ALARM = 1e-6  # of one clause that is checked by statistics, for a member that keeps it
@@ -34,20 +36,13 @@ FALSE_ALARM = 1e-6  # of one clause that is checked by statistics, for a member 
 
 @dataclass(frozen=True)
 class Clause:
-    """One clause of a member's family.
-
-    Args:
-        name: of the clause.
-        kept: whether it is kept; None: it was not tried.
-        finding: what was seen; of a broken clause, the clause and what breaks it; of one that was
-            not tried, why.
-        example: the member's settings, in words.
-    """
+    """One clause of a member's family."""
 
     name: str
-    kept: bool | None
+    kept: bool | None  # None: it was not tried
+    # what was seen; of a broken clause, the clause and what breaks it; of one not tried, why
     finding: str
-    example: str = ""
+    example: str = ""  # the member's settings, in words
 
 
 class Broken(Exception):
@@ -85,9 +80,7 @@ def hold(condition: object, otherwise: str) -> None:
 
 
 def looked_at(clause: Look, case: Any, example: str = "") -> Clause | None:
-    """Whether a case keeps a clause; None: no experiment takes the member. Whatever the member's
-    code raises breaks a clause too.
-    """
+    """Whether a case keeps a clause; None: no experiment takes the member."""
     name = clause.__name__.replace("_", " ")
     try:
         with keyed_globals(SEED):
@@ -116,11 +109,8 @@ def tensor(*shape: int, step: int = 0) -> torch.Tensor:
 
 def close(one: Any, other: Any, tolerance: float = 1e-9) -> bool:
     """Whether arrays have one shape, and are equal to the last digits of their largest number."""
-    first = np.asarray(one, np.float64)
-    second = np.asarray(other, np.float64)
-    if first.shape != second.shape:
-        return False
-    if not (np.isfinite(first) == np.isfinite(second)).all():
+    first, second = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    if first.shape != second.shape or (np.isfinite(first) != np.isfinite(second)).any():
         return False
     size = max(float(np.abs(second[np.isfinite(second)]).max(initial=0.0)), 1e-300)
     return bool(np.allclose(first, second, rtol=tolerance, atol=tolerance * size, equal_nan=True))
@@ -159,6 +149,11 @@ def largest_correlation(rows: np.ndarray) -> tuple[float, int, int]:
         far = float(products.max()) * math.sqrt(rows.shape[1])
         worst = max(worst, (far, int(first), start + int(later)))
     return worst
+
+
+def backends(local: Local, clip: float | None) -> list[str]:
+    """All but the reference that can carry out a rule, `clip`ping each sample's gradient or not."""
+    return [name for name in BACKENDS if name != REFERENCE and not lacking(name, local, clip)]
 
 
 def copied(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -168,19 +168,16 @@ class Example:
 
     @cached_property
     def _found(self) -> tuple[Plan | None, str]:
-        """The first plan that nobody refuses, and why earlier ones were refused, if they were."""
-        refusals: list[str] = []
+        """The first plan that nobody refuses, and why the first of all was refused, if it was."""
+        first = ""
         # the example has those of its own section
         others = [text for text in self.overrides if not text.startswith(f"{self.section}.")]
         for around in arounds(self.section):
             tree = overridden(self.tree(**around), others)
             try:
-                plan = resolve(Experiment.from_dict(tree))
+                return resolve(Experiment.from_dict(tree)), first
             except ConfigError as error:
-                refusals.append(str(error))
-                continue
-            return plan, refusals[0] if refusals else ""
-        first = refusals[0]
+                first = first or str(error)
         if self.section == "model":
             first += "; data.shape=[60] data.classes=4 say what its samples are, or data.kind=..."
         return None, first
@@ -206,9 +203,7 @@ class Example:
         return self.plan.d
 
     def view(self, k: int) -> View:
-        """Round 2 as k clients know it that keep a state each; the first of them are the same for
-        every k.
-        """
+        """Round 2 as k clients know it that keep a state each, the first the same for every k."""
         states = self.member.broadcast_state(self.member.start(self.d))
         broadcast = {name: torch.tensor(state) for name, state in states.items()}
         experiment = self.plan.experiment
@@ -218,9 +213,7 @@ class Example:
         return View(2, lr, experiment.bounding.initial_bound, model, broadcast, lambda: state)
 
     def ran(self, name: str, **how: Any) -> Watched:
-        """A run of the experiment, in a directory of this name: see `carried_out`. Raises `Untried`
-        once the inline run has failed.
-        """
+        """As `carried_out`, in a folder of this name; `Untried` once the inline run has failed."""
         if self._failed:
             raise Untried("it needs a run, which fails")
         return carried_out(self.plan, self.folder / name, **how)
@@ -241,16 +234,10 @@ def arounds(section: str) -> tuple[dict[str, Any], ...]:
 
 
 def examples_of(cls: type[Member], section: str, path: str) -> tuple[dict[str, Any], ...]:
-    """The class's examples as sections of a config.
-
-    Raises:
-        ConfigError: it has none, or they are no tuple of mappings.
-    """
+    """The class's examples as sections of a config. Raises `ConfigError` where it has none."""
     examples = cls.examples
-    expected = (
-        "a class variable examples, a tuple of mappings of fields, each a setting worth "
-        "running: examples: ClassVar = ({'bound': 1.0},)"
-    )
+    expected = "a class variable examples, a tuple of mappings of fields, each a setting worth "
+    expected += "running: examples: ClassVar = ({'bound': 1.0},)"
     if not isinstance(examples, (tuple, list)) or not examples:
         raise ConfigError(f"{section}.kind", path, f"a class with {expected}")
     if not all(isinstance(fields, Mapping) for fields in examples):

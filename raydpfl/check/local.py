@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from raydpfl import models
-from raydpfl.check.contract import close, copied, hold, made_up, same_shapes, tensor
+from raydpfl.check.contract import backends, close, copied, hold, made_up, same_shapes, tensor
 from raydpfl.check.example import Example
 from raydpfl.core.messages import Facts
 from raydpfl.core.prng import keyed_globals
 from raydpfl.methods.local.base import Step
 from raydpfl.models.tasks import Classification, Form, Target
 from raydpfl.training.backend_check import mismatch
-from raydpfl.training.backends import BACKENDS, REFERENCE, lacking
+from raydpfl.training.backends import REFERENCE
 from raydpfl.training.trainer import Trainer
 from raydpfl.training.validation import check_rule
 
@@ -61,9 +61,8 @@ def _suited(backend: str) -> tuple[nn.Module, Form]:
             nn.Flatten(),
             nn.Linear(4 * (FEATURES - 3) ** 2, 3),
         ]
-    return nn.Sequential(*layers), Form(
-        (1, FEATURES, FEATURES), Target(classes=3), Classification()
-    )
+    form = Form((1, FEATURES, FEATURES), Target(classes=3), Classification())
+    return nn.Sequential(*layers), form
 
 
 def training(case: Example) -> str:
@@ -96,13 +95,10 @@ def every_backend(case: Example) -> str:
     done = []
     if case.member.trains:
         return "trains by itself"
-    for clip in (None, 1.0):
-        for backend in BACKENDS:
-            if backend == REFERENCE or lacking(backend, case.member, clip):
-                continue
+    for clip, clipped in ((None, ""), (1.0, " with clipping of each sample")):
+        for backend in backends(case.member, clip):
             module, form = _suited(backend)
             wrong = mismatch(module, case.member, form, backend, clip)
-            clipped = " with clipping of each sample" if clip else ""
             hold(wrong is None, f"{backend}{clipped}: {wrong}")
             done.append(backend)
     return f"{', '.join(dict.fromkeys(done))} as the loop"
@@ -132,24 +128,21 @@ def memory(case: Example) -> str:
     alone.
     """
     member = case.member
-    view = case.view(K)
+    view, alone = case.view(K), case.view(1)
     moved = tensor(K, case.d, step=2)
-    idle = member.idle(case.view(1))
+    idle = member.idle(alone)
     hold(idle.shape == (case.d,), f"idle gives {list(idle.shape)}")
+    correction = member.correction(view)
+    states = [member.next_state(moved[:k].clone(), of) for k, of in ((K, view), (1, alone))]
     for name, state, first in (
-        ("correction", member.correction(view), member.correction(case.view(1))),
-        (
-            "state",
-            member.next_state(moved.clone(), view),
-            member.next_state(moved[:1].clone(), case.view(1)),
-        ),
+        ("correction", correction, member.correction(alone)),
+        ("state", *states),
     ):
         if state is None:
             continue
         hold(state.shape == (K, case.d), f"{name} gives {list(state.shape)} for {K} clients")
         hold(torch.isfinite(state).all(), f"{name} is not finite")
         hold(close(first[0], state[0], 1e-6), f"{name} of a client depends on the others")
-    correction = member.correction(view)
     if correction is not None:
         hold(correction.dtype == torch.float32, f"correction is {correction.dtype}")
     return "clients have state" if member.stateful else "clients have no state"

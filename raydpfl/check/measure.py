@@ -28,9 +28,8 @@ def columns(case: Example) -> str:
     known = set(CLIENT_COLUMNS)
     for seen in case.whole.columns:
         undeclared = seen.keys() - known
-        hold(
-            undeclared == declared, f"it declares {sorted(declared)} and gives {sorted(undeclared)}"
-        )
+        wrong = f"it declares {sorted(declared)} and gives {sorted(undeclared)}"
+        hold(undeclared == declared, wrong)
         for name in undeclared:
             hold(seen[name].shape == seen["client"].shape, f"{name} is not one number a client")
     return ", ".join(sorted(declared)) or "none"

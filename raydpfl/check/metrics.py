@@ -22,8 +22,7 @@ from raydpfl.models.tasks import Form, Target, parse
 
 ROWS = 60
 WIDTHS = (1, 7, 25)  # of batches
-# Relative, of sums of numbers that are rounded.
-TOLERANCE = 1e-9
+TOLERANCE = 1e-9  # relative, of sums of numbers that are rounded
 FORMS = (
     Form((4,), Target((), 3), parse("classification")),
     Form((4,), Target((), 2), parse("classification")),

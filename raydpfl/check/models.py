@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import nn
 
 from raydpfl import models
-from raydpfl.check.contract import hold
+from raydpfl.check.contract import backends, hold
 from raydpfl.check.example import Example
 from raydpfl.check.tasks import random_split
 from raydpfl.core.prng import Purpose, keyed_globals, stream
@@ -29,7 +29,7 @@ from raydpfl.models import weights
 from raydpfl.models.tasks import Form, Target, Task
 from raydpfl.training.backend_check import TOLERANCE, FirstSteps
 from raydpfl.training.backend_choice import choose_backend
-from raydpfl.training.backends import BACKENDS, REFERENCE, lacking
+from raydpfl.training.backends import BACKENDS, REFERENCE
 from raydpfl.training.validation import check_no_mixing, drawn_from
 
 ROWS = 3  # of a client, about
@@ -195,11 +195,9 @@ def _compared(case: Example, clip: float | None) -> str:
     steps = FirstSteps(module, local, form, clip)
     fits = {REFERENCE: REFERENCE}
     others: dict[str, list[str]] = {}
-    for backend, kind in BACKENDS.items():
-        if backend == REFERENCE or lacking(backend, local, clip):
-            continue
+    for backend in backends(local, clip):
         result = _difference(module, steps, backend)
-        if drawn and not kind.one_by_one:
+        if drawn and not BACKENDS[backend].one_by_one:
             result = f"it draws from {drawn}, client by client"
         if isinstance(result, str):
             others.setdefault(result, []).append(backend)
@@ -209,9 +207,7 @@ def _compared(case: Example, clip: float | None) -> str:
         taken = choose_backend(module, local, form, clip=clip)
     hold(taken in fits, f"a run takes {taken}, {'; '.join(others)}")
     detail = f"a run takes {taken} of {', '.join(fits.values())}"
-    return "; not ".join(
-        [detail, *(f"{', '.join(backends)}: {why}" for why, backends in others.items())]
-    )
+    return "; not ".join([detail, *(f"{', '.join(names)}: {why}" for why, names in others.items())])
 
 
 @contextmanager
@@ -221,8 +217,7 @@ def _unsaid() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logger.setLevel(level)

@@ -130,8 +130,7 @@ TOGETHER = 32  # rounds whose noise is looked at as one
 def late_rounds(case: Example) -> str:
     """Noise has its distribution in late rounds too, whatever the seed, the std and the model."""
     noise = case.plan.experiment.noise
-    who = WHO[:1]
-    first = np.zeros(1, np.int64)
+    who, first = WHO[:1], np.zeros(1, np.int64)
     chance = 1.0
     for seed, size, d, rounds in MANY:
         source = noise.on_server(seed, d)
@@ -154,8 +153,8 @@ def late_rounds(case: Example) -> str:
                 least = 2 * len(statistic) * float(tails.min())
                 chance = min(chance, least)
                 hold(least >= FALSE_ALARM, f"{says} draws {share:.4g} of its std from round {t} on")
-            least = min(float(kstest(z.ravel(), "norm").pvalue), products(z[:, 0]))
-            least = min(least, products(z[:, -1]), products(z[::7].ravel()[:50_000]))
+            parts = z[:, 0], z[:, -1], z[::7].ravel()[:50_000]
+            least = min(float(kstest(z.ravel(), "norm").pvalue), *map(products, parts))
             chance = min(chance, least)
             hold(least >= FALSE_ALARM, f"{says} draws no independent normals in {rounds} rounds")
     return f"p = {min(1.0, chance):.2g} over up to {max(rounds for *_, rounds in MANY)} rounds"
@@ -192,12 +191,9 @@ def sensitivity(case: Example) -> str:
     rounds = plan.experiment.rounds
     matrix = whitening_matrix(noise, rounds)
     most = plan.experiment.selection.most_participations(rounds)
-    patterns = [
-        list(pattern)
-        for count in range(1, most + 1)
-        for pattern in combinations(range(rounds), count)
-        if (np.diff(pattern) >= plan.experiment.selection.separation).all()
-    ]
+    every = [[*some] for k in range(1, most + 1) for some in combinations(range(rounds), k)]
+    separation = plan.experiment.selection.separation
+    patterns = [pattern for pattern in every if (np.diff(pattern) >= separation).all()]
     for pattern in patterns:
         moved = float(np.linalg.norm(np.abs(matrix[:, pattern]).sum(1)))
         accounted = math.sqrt(event.amounting(len(pattern)))

@@ -57,13 +57,11 @@ def _same(case: Example, other: Watched) -> str:
     whole = case.whole
     if not whole.experiment.noise.repeatable:
         return "no run can be repeated, as the noise says"
-    off = np.abs(whole.parameters() - other.parameters()).max()
-    hold(
-        np.array_equal(whole.parameters(), other.parameters()),
-        f"the model differs by {off:g} from that of the inline run",
-    )
-    for mine, theirs in zip(reversed(whole.columns), reversed(other.columns), strict=False):
-        hold(equal(mine, theirs), "what is known of the clients differs from the inline run")
+    mine, theirs = whole.parameters(), other.parameters()
+    wrong = f"the model differs by {np.abs(mine - theirs).max():g} from that of the inline run"
+    hold(np.array_equal(mine, theirs), wrong)
+    for one, two in zip(reversed(whole.columns), reversed(other.columns), strict=False):
+        hold(equal(one, two), "what is known of the clients differs from the inline run")
     hold(whole.state.bound == other.state.bound, "the bound differs from that of the inline run")
     return "as inline, to the last bit"
 
@@ -113,10 +111,8 @@ def epsilon(case: Example) -> str:
         factors=tuple(map(plan.factor, range(e.rounds))),
     )
     terms = plan.terms
-    true_curves = report_of(held, plan.rigorous, terms).curves(
-        plan.counted_draws(), plan.composed_rounds
-    )
-    for name, curve in true_curves.items():
+    report = report_of(held, plan.rigorous, terms)
+    for name, curve in report.curves(plan.counted_draws(), plan.composed_rounds).items():
         true = float(curve[-1])
         says = f"{name} says {spent[name]:.6g}, and what is released costs {true:.6g}"
         hold(math.isclose(spent[name], true, rel_tol=1e-6), says)

@@ -99,14 +99,8 @@ def carried_out(
     until: int | None = None,
     resume: bool = False,
 ) -> Watched:
-    """A run of a plan in the directory `out`, saved after its last round.
-
-    Args:
-        plan: of the run.
-        out: made if it is not there.
-        actors: the number of client actors; 0: one per client, None: inline.
-        until: rounds after which it pauses; None: all.
-        resume: whether it continues from the checkpoint in `out`.
+    """A run of a plan in the directory `out`, saved after its last round or the first `until`, on
+    `actors` client actors (0: one per client, None: inline).
     """
     out.mkdir(parents=True, exist_ok=True)
     coordinator = Watched(plan, str(out), resume=resume)

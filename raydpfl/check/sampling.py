@@ -23,10 +23,8 @@ def chances(case: Claims) -> str:
     """Its chances are probabilities, its size a number of clients."""
     sampling = case.sampling
     hold(0 < sampling.q <= 1, f"q is {sampling.q}")
-    hold(
-        sampling.coins is None or 0 < sampling.coins <= 1, f"the coin's chance is {sampling.coins}"
-    )
-    size = sampling.size
+    coins, size = sampling.coins, sampling.size
+    hold(coins is None or 0 < coins <= 1, f"the coin's chance is {coins}")
     hold(size is None or 1 <= size <= sampling.cohort * 1e9, f"the size is {size}")
     hold(not (sampling.hidden and sampling.everyone), "everyone takes part, and that is a secret")
     participations = sampling.scheme.participations(sampling, 5, None)

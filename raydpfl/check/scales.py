@@ -35,16 +35,16 @@ def scales(case: Example) -> str:
     tried = "bound" in case.values
     scales = [
         exponent
-        for exponent in (EXPONENTS if tried else (None,))
-        if _keeps(case, None if exponent is None else 10.0**exponent)
+        for exponent in (EXPONENTS if tried else (0,))
+        if _keeps(case, {"bound": 10.0**exponent} if tried else {})
     ]
     hold(scales, "no bound is taken")
     return f"bounds of 1e{scales[0]} to 1e{scales[-1]}" if tried else "the bound that it has"
 
 
-def _keeps(case: Example, bound: float | None) -> bool:
+def _keeps(case: Example, bound: dict[str, float]) -> bool:
     """Whether a bound is taken. Raises `Broken` for one that is taken and not kept."""
-    values = case.values if bound is None else {**case.values, "bound": bound}
+    values = case.values | bound
     try:
         member: Bounding = Example(case.section, values).member
         most = member.initial_bound or member.sample_bound
@@ -84,21 +84,13 @@ def hold_samples(backend: str, bound: float) -> None:
     for place, (inputs, errors) in enumerate(sizes):
         x[place] *= 10.0**inputs
         y[place] *= 10.0**errors
+    rule = Sgd(steps=1, batch=1, lr=1.0)
     for bias in (True, False):
         module, count = _module(backend, bias)
-        trainer = Trainer(
-            module,
-            Sgd(steps=1, batch=1, lr=1.0),
-            backend=backend,
-            seed=0,
-            clip=bound,
-            task=Regression(),
-        )
-        clients = list(range(len(sizes)))
-        chunk = trainer.chunk(
-            flatten(module), x, y, [1] * len(sizes), t=0, clients=clients, draws=[0] * len(sizes)
-        )
-        for block in chunk:
+        trainer = Trainer(module, rule, backend=backend, seed=0, clip=bound, task=Regression())
+        rows = flatten(module), x, y, [1] * len(sizes)
+        zeros = [0] * len(sizes)
+        for block in trainer.chunk(*rows, t=0, clients=list(range(len(sizes))), draws=zeros):
             steps = np.asarray(block.updates[:, -count:], np.float64)
             for slot, step in zip(block.slots.tolist(), steps, strict=True):
                 norm = math.hypot(*step)

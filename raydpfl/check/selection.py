@@ -67,15 +67,8 @@ def follows_sampling(case: Example) -> str:
     if declared.coins is not None or declared.size is None:
         least = 0
     rate = FALSE_ALARM / (len(SEEDS) + 1)
-    monitor = SamplingMonitor(
-        member,
-        population,
-        composed_rounds,
-        least,
-        True,
-        pairs=member.is_user_defined,
-        false_alarm=rate,
-    )
+    facts = member, population, composed_rounds, least, True
+    monitor = SamplingMonitor(*facts, pairs=member.is_user_defined, false_alarm=rate)
     seen: Counter[int] = Counter()
     for t in range(ROUNDS):
         cohort = _draw(member, 1, t, population)
@@ -116,9 +109,9 @@ def _many(member: Selection, populations: list[Population], rate: float) -> str:
 
 
 def _suited(member: Selection) -> list[Population]:
-    """Clients that suit the numbers in the fields of a member: as many as a field says or ten times
-    as many, four times as many as the ids in a list need, or 1,000. Up to three populations that
-    the member draws secret cohorts from, the largest last.
+    """Up to three populations that suit the numbers in the fields of a member, of as many clients
+    as a field says or ten times as many, four times as many as the ids in a list need, or 1,000,
+    and that it draws secret cohorts from, the largest last.
     """
     fields = member.model_dump().values()
     counts = {times * value for value in fields if type(value) is int for times in (1, 10)}

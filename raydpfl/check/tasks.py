@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from raydpfl.check.contract import close, hold
+from raydpfl.check.contract import backends, close, hold
 from raydpfl.check.example import Example
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Data, Split
@@ -16,7 +16,6 @@ from raydpfl.methods.local.sgd import Sgd
 from raydpfl.models import Model
 from raydpfl.models.tasks import Form, Task
 from raydpfl.training.backend_check import mismatch
-from raydpfl.training.backends import BACKENDS, REFERENCE, lacking
 from raydpfl.training.validation import check_loss
 
 FEATURES = 8
@@ -106,9 +105,8 @@ def loss(case: Example) -> str:
         hold(losses.shape == (5,), f"it is of shape {list(losses.shape)} for 5 samples")
         hold(torch.isfinite(losses).all(), f"outputs of size {scale:g} make it infinite")
         (gradient,) = torch.autograd.grad(losses[2], outputs, retain_graph=True)
-        hold(
-            torch.isfinite(gradient).all(), f"outputs of size {scale:g} make its gradient infinite"
-        )
+        wrong = f"outputs of size {scale:g} make its gradient infinite"
+        hold(torch.isfinite(gradient).all(), wrong)
         hold(not gradient[[0, 1, 3, 4]].any(), "a sample's loss depends on other samples' outputs")
     return "finite, of each sample alone"
 
@@ -158,9 +156,7 @@ def every_backend(case: Example) -> str:
     form, module = _module_of(case)
     done = []
     for clip in (None, 1.0):
-        for backend in BACKENDS:
-            if backend == REFERENCE or lacking(backend, Sgd(), clip):
-                continue
+        for backend in backends(Sgd(), clip):
             wrong = mismatch(module, Sgd(), form, backend, clip)
             hold(wrong is None or "off by" not in wrong, f"{backend}: {wrong}")
             done += [] if wrong else [backend]

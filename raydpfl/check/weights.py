@@ -25,9 +25,8 @@ def numbers(case: Example) -> str:
     """There is one finite number for each client."""
     for sizes in POPULATIONS:
         weights = _of(case, sizes)
-        hold(
-            weights.shape == sizes.shape, f"{len(sizes)} clients get {list(weights.shape)} weights"
-        )
+        wrong = f"{len(sizes)} clients get {list(weights.shape)} weights"
+        hold(weights.shape == sizes.shape, wrong)
         hold(np.isfinite(weights).all(), f"a weight of {len(sizes)} clients is not finite")
     return f"{len(POPULATIONS)} populations"
 
@@ -53,8 +52,6 @@ def largest(case: Example) -> str:
     """The largest weight is what the accountants count on."""
     largest = float(np.abs(_of(case, case.plan.population.sizes)).max())
     stated = case.plan.weight
-    hold(
-        largest <= stated * (1 + 1e-12),
-        f"a client counts {largest:g}, and {stated:g} is accounted for",
-    )
+    wrong = f"a client counts {largest:g}, and {stated:g} is accounted for"
+    hold(largest <= stated * (1 + 1e-12), wrong)
     return f"{stated:.4g}"

@@ -125,7 +125,7 @@ class SweepDisplay(SearchDisplay):
         metric = sweep.search.metric
         best = result.best
         if best:
-            self._say(f"Best: {best.named()}, {named(metric)} {score(best, metric)}")
+            self._say(f"Best: {shown(best.values)}, {named(metric)} {score(best, metric)}")
             edges = beyond(best.values, result.summary["best"]["edges"])
             if edges:
                 self._say(edges)

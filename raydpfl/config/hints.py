@@ -97,7 +97,7 @@ def suggestion(where: str, names: Iterable[str]) -> str:
 
 def nearest(key: str, names: Iterable[str]) -> str:
     """As `suggestion`, of a key that other tools have no name for."""
-    near = difflib.get_close_matches(key.lower(), list(names), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(key.lower(), [*names], n=1, cutoff=0.6)
     return f"; nearest: {near[0]}" if near else ""
 
 
@@ -107,7 +107,5 @@ def misspelt(name: str, names: Iterable[str]) -> str:
     >>> misspelt("factr", ["factor", "send"]), misspelt("half", ["factor", "send"])
     ('factor', '')
     """
-    near = difflib.get_close_matches(
-        name, [other for other in names if other != name], n=1, cutoff=0.85
-    )
-    return near[0] if near else ""
+    others = [other for other in names if other != name]
+    return "".join(difflib.get_close_matches(name, others, n=1, cutoff=0.85))

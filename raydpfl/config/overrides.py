@@ -107,8 +107,7 @@ class Schema(dict[str, Spec]):
         spec = self.get(section)
         if spec is None or spec.family is None:
             return ""
-        named = isinstance(kind, str) and (kind in spec.family or is_path(kind))
-        if not (named or is_space(kind)):
+        if not (is_path(kind) or is_space(kind) or (isinstance(kind, str) and kind in spec.family)):
             return ""
         old = node.pop("kind")
         before = spec.family.get(old) if isinstance(old, str) else None
@@ -157,9 +156,7 @@ def _parsed(override: str) -> tuple[str, Any]:
 def _order(path: str) -> tuple[int, int]:
     """Kinds decide which keys there are."""
     depth = path.count(".")
-    if not depth:
-        return 0, 0
-    return (1, depth) if path.endswith(".kind") else (2, 0)
+    return (1, depth) if path.endswith(".kind") else (2 if depth else 0, 0)
 
 
 def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -76,8 +76,7 @@ class Member(Section):
 
     def meaning(self) -> dict[str, Any]:
         """Its section of the config in JSON types, of which the keys of noise and of prepared data
-        are made. A `newer` field at its default, which does what was done before, is left out: so
-        a config without it keeps its bits.
+        are made. A `newer` field at its default is left out: so a config without it keeps its bits.
         """
         section = self.model_dump(mode="json")
         for name, field in type(self).model_fields.items():
@@ -162,14 +161,14 @@ def family(
         for cls in vars(loaded).values():
             if inspect.isclass(cls) and cls.__module__ == loaded.__name__ and issubclass(cls, base):
                 field = getattr(cls, "model_fields", {}).get(name)
-                kind = field.default if field else getattr(cls, name, "")
-                if kind:
+                if kind := field.default if field else getattr(cls, name, ""):
                     members[kind] = cls
     return {**{kind: members[kind] for kind in first}, **members}
 
 
 def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[K]) -> K:
-    """The member that a section of the config names.
+    """The member that a section of the config names. Raises `ConfigError` for an unknown kind, for
+    a class that cannot be imported or is refused (`user_class`), and for a field that is refused.
 
     Args:
         section: its name in the config, for messages.
@@ -177,10 +176,6 @@ def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[
             fields; or the member itself.
         family: the members that come with the project, by kind.
         base: the base of the family.
-
-    Raises:
-        ConfigError: the kind is unknown, its class cannot be imported or is refused (`user_class`),
-            or the member refuses a field.
     """
     if isinstance(values, base):
         return _named(section, values, family, base)
@@ -189,9 +184,8 @@ def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[
         example = f", as in {section}.kind={values}" if named else ""
         raise ConfigError(section, values, f"a mapping with a kind{example}")
     kind = values.get("kind")
-    expected = (
-        f"one of {', '.join(family)}, or the import path of your own class (package.module:Name)"
-    )
+    expected = f"one of {', '.join(family)}, or the import path of your own class "
+    expected += "(package.module:Name)"
     if "kind" not in values:
         raise ConfigError(section, dict(values), f"a section with its kind, {expected}")
     if isinstance(kind, str) and kind in family:
@@ -217,11 +211,8 @@ def choose_each(
 
 
 def user_class(kind: str, section: str, base: type[K]) -> type[K]:
-    """The class at an import path.
-
-    Raises:
-        ConfigError: it cannot be imported, does not have this base, or has a method that cannot be
-            used or is probably misspelt (`raydpfl.config.user_classes`).
+    """The class at an import path. Raises `ConfigError` where it cannot be imported, does not have
+    this base, or has a method that cannot be used or is probably misspelt.
     """
     field = f"{section}.kind"
     cls = load(kind, field)
@@ -261,9 +252,7 @@ def within(value: Any, section: str) -> Iterator[tuple[str, Member]]:
 
 
 def unread(value: Any) -> list[str]:
-    """The import paths that a member, a section or an experiment names and that were not
-    imported.
-    """
+    """The import paths that a member, a section or an experiment names, if not imported."""
     return [member.kind for _, member in within(value, "") if member.unread()]
 
 

@@ -48,9 +48,7 @@ def complete(cls: type, section: str, kind: str) -> None:
 
 
 def _public(classes: Iterable[type]) -> dict[str, Any]:
-    """The public methods, properties and constants that classes themselves define, by name, without
-    validators and inner classes; of one name the last.
-    """
+    """The public methods, properties and constants that classes define; of one name the last."""
     values: dict[str, Any] = {}
     for cls in classes:
         decorators = getattr(cls, "__pydantic_decorators__", None)

@@ -58,11 +58,10 @@ def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> Co
     first = min(errors, key=lambda e: (e["type"] == "missing", -len(_path(cls, e["loc"]))))
     if isinstance(first.get("ctx", {}).get("error"), ConfigError):
         return first["ctx"]["error"]
-    path = _path(cls, first["loc"])
+    extra = first["type"] == "extra_forbidden"
+    inner, path = _inner(cls, first["loc"]) if extra else (cls, _path(cls, first["loc"]))
     where = ".".join([section, *path] if section else path)
-    if first["type"] == "extra_forbidden":
-        inner, path = _inner(cls, first["loc"])
-        where = ".".join([section, *path] if section else path)
+    if extra:
         keys = ", ".join(inner.model_fields)
         expected = f"one of the keys {keys}{hints.suggestion(where, inner.model_fields)}"
         return ConfigError(where, first["input"], expected)
@@ -94,9 +93,8 @@ def _sections(cls: type[BaseModel], field: str) -> list[type[BaseModel]]:
 
 def _path(cls: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
     """The keys in a pydantic location, without pydantic's names for the branches of a union."""
-    names = set(cls.model_fields)
-    for inner in _sections(cls, str(location[0]) if location else ""):
-        names |= set(inner.model_fields)
+    inner = _sections(cls, str(location[0]) if location else "")
+    names = {name for one in (cls, *inner) for name in one.model_fields}
     return [
         str(part)
         for depth, part in enumerate(location)

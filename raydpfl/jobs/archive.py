@@ -30,15 +30,9 @@ def plain(text: object) -> str:
 def unpack(
     packed: IO[bytes], name: str, folder: Path, before: Callable[[], object] = lambda: None
 ) -> None:
-    """Unpacks the folder `name` of a gzipped tar archive into `folder`, over files of the same
-    names. All members are looked at before any is written, by `tarfile` under its filter "data"
-    (PEP 706).
-
-    Args:
-        packed: the archive, which can be sought in.
-        name: the one folder in it.
-        folder: made where it is missing.
-        before: called once all members are found sound, before any is written.
+    """Unpacks the one folder `name` of a gzipped tar archive, which can be sought in, into `folder`
+    (made where it is missing), over files of the same names. All members are looked at before
+    `before` is called and any is written, by `tarfile` under its filter "data" (PEP 706).
 
     Raises:
         ArchiveError: it holds anything but files and folders below `name`, more than `SIZE` bytes

@@ -64,13 +64,11 @@ log = logging.getLogger("raydpfl")
 def entrypoint(
     command: str, run: str, *, address: bool, resume: bool = False, out: str | None = None
 ) -> str:
-    """The command line for the head's shell.
+    """The command line for the head's shell, of a `raydpfl run` or `sweep`.
 
     Args:
-        command: run or sweep.
-        run: the id of the run, which names its directory.
-        address: whether it uses the cluster.
-        resume: whether the run continues.
+        command, run: which of the two, and the id of the run, which names its directory.
+        address, resume: whether it uses the cluster, and whether it continues.
         out: the address of its directory; None: that is on the head.
     """
     options = " --resume" * resume + " --address auto" * address
@@ -79,15 +77,10 @@ def entrypoint(
 
 
 class JobServer:
-    """The job server of a cluster.
+    """The job server of a cluster at an address (None: RAY_API_SERVER_ADDRESS, or port 8265 of this
+    machine). Raises `ConfigError` where none answers, or it refuses the token.
 
     A job has an id. What it writes is known by the id of the first job that wrote there, its run.
-
-    Args:
-        address: None: RAY_API_SERVER_ADDRESS, or port 8265 of this machine.
-
-    Raises:
-        ConfigError: no job server answers there, or it refuses the token.
     """
 
     def __init__(self, address: str | None = None):
@@ -131,8 +124,7 @@ class JobServer:
         """Starts a job that runs a config, or the sweep that it describes; returns the job's id.
 
         Args:
-            config: the path of its file.
-            overrides: of the config.
+            config, overrides: the path of its file, and changes to it.
             out: where `fetch` brings the run directory; None: runs/ID. An address: written there.
             resume: a run of this cluster to continue.
             there: whether the files that the config names are already on the cluster.
@@ -173,23 +165,13 @@ class JobServer:
         return job
 
     def run_of(self, job: str) -> str:
-        """The id of the run that a job belongs to. Raises `ConfigError` for a job that the cluster
-        does not know.
-        """
+        """The id of the run of a job. Raises `ConfigError` if the cluster does not know the job."""
         return self._recorded(job)[0]
 
     def follow(self, job: str, write: Callable[[str], Any] = lambda text: None) -> int:
-        """Waits for a job to end. A broken connection is made again.
-
-        Args:
-            job: its id.
-            write: is called with everything that the job prints, without escape codes.
-
-        Returns:
-            The job's exit code, 1 if it has none.
-
-        Raises:
-            RunError: the cluster has not answered for `PATIENCE`.
+        """Waits for a job to end; its exit code, 1 if it has none. A broken connection is made
+        again; raises `RunError` where the cluster has not answered for `PATIENCE`. `write` is
+        called with everything that the job prints, without escape codes.
         """
         run = self.run_of(job)
         written = 0
@@ -219,22 +201,18 @@ class JobServer:
         return 0 if details.status == "SUCCEEDED" else details.driver_exit_code or 1
 
     def stop(self, job: str) -> None:
-        """Stops a job as Ctrl-C would: after the current round, with a checkpoint. Returns at
-        once.
-        """
+        """Stops a job as Ctrl-C would: after the current round, with a checkpoint; at once."""
         self.run_of(job)
         with self._refusals():
             self._client.stop_job(job)
 
     def fetch(self, job: str, out: str | Path | None = None) -> Path | str | None:
-        """Brings back the run directory of a job that has ended, unless it is at an address.
+        """Brings back the run directory of a job that has ended, unless it is at an address: the
+        directory, or its address; None if the job never made one.
 
         Args:
             job: its id.
             out: where to; None: where `submit` on this machine said, or runs/ID.
-
-        Returns:
-            The directory, or its address; None: the job never made one.
 
         Raises:
             ConfigError: `out` is an address.
@@ -268,7 +246,6 @@ class JobServer:
         return folder
 
     def _fetch(self, run: str, job: str, folder: Path) -> bool:
-        """Brings the run directory back from the head; False: there is none."""
         packing = f"{run}-fetch-{uuid.uuid4().hex[:4]}"
         name = shlex.quote(run)
         archive = f"raydpfl-{run}.tar.gz"
@@ -291,7 +268,6 @@ class JobServer:
         return True
 
     def _download(self, node: str, name: str, into: IO[bytes]) -> None:
-        """Reads a file of the log folder of a node, of at most `SIZE` bytes."""
         # lines: all of it; timeout: seconds for the whole of it
         query = {"node_id": node, "filename": name, "lines": "-1", "timeout": "86400"}
         with requests.get(
@@ -330,7 +306,6 @@ class JobServer:
                 time.sleep(1)
 
     def _record(self, run: str, job: str, place: str | Path) -> None:
-        """Records on this machine where the run directory of a job goes."""
         keep_json(self._record_path(job), {"run": run, "out": str(place)})
 
     def _note(self, run: str, job: str, folder: Path) -> None:
@@ -341,7 +316,6 @@ class JobServer:
         (folder / NOTE).write_text(text)
 
     def _record_path(self, job: str) -> Path:
-        """The file with this machine's record of a job of the cluster."""
         name = hashlib.sha256(f"{self.address}\n{job}".encode()).hexdigest()[:32]
         return cache_root() / "jobs" / f"{name}.json"
 
@@ -392,7 +366,6 @@ def _check(folder: Path, run: str) -> None:
 
 
 def _new_id(path: Path, run: str) -> str:
-    """The id of a new job for the config at `path`, or for the run that it continues."""
     user_named = path.name not in ("config.yaml", "sweep.yaml")
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem if user_named else path.parent.name)
     stem = stem.lstrip(".-")[:80] or "run"
@@ -401,10 +374,8 @@ def _new_id(path: Path, run: str) -> str:
 
 
 def _headers(address: str) -> dict[str, str]:
-    """The headers of requests: the token that Ray would find for a cluster, if there is one.
-
-    Raises ValueError or OSError if nothing listens at `address`, or could; warns of a token that
-    others could read.
+    """The headers of requests: the token that Ray would find for a cluster, if there is one. Raises
+    ValueError or OSError if nothing listens at `address`; warns of a token that others could read.
     """
     url = urlsplit(address)
     if url.scheme not in ("http", "https") or not url.hostname:
@@ -426,9 +397,8 @@ def _token() -> str | None:
         return None
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
     path = Path(named or Path.home() / ".ray" / "auth_token")
-    return os.environ.get("RAY_AUTH_TOKEN") or (
-        path.read_text().strip() if named or path.exists() else None
-    )
+    token = os.environ.get("RAY_AUTH_TOKEN")
+    return token or (path.read_text().strip() if named or path.exists() else None)
 
 
 def _line(error: BaseException) -> str:

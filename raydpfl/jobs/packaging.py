@@ -76,17 +76,14 @@ def packed(
     kept: Path | None = None,
     there: bool = False,
 ) -> tuple[dict[str, Any], Files]:
-    """The config to send in the place of `tree`, and the files to send with it.
+    """The config to send in the place of `tree`, and the files to send with it. Raises
+    `ConfigError` for a file that is not here, or that is not sent.
 
     Args:
-        tree: the config.
-        experiments: all that it describes.
+        tree, experiments: the config, and all that it describes.
         here: the folder that the config's classes were imported from.
         kept: a folder in which a run directory has kept such modules.
         there: the files that the config names lie on the cluster and are not sent.
-
-    Raises:
-        ConfigError: for a file that is not here, or that is not sent.
     """
     files = user_modules(here, *([kept] if kept else []))
     sizes = dict(files)
@@ -116,12 +113,8 @@ def staged(tree: Mapping[str, Any], files: Files, stage: Path) -> dict[str, Any]
     (work / "config.yaml").write_text(dump(tree))
     whole = Path(raydpfl.__file__).parent
     copy({path.relative_to(whole).as_posix(): path for path in _walk(whole)}, package)
-    return {
-        "working_dir": str(work),
-        "py_modules": [str(package)],
-        # for the current round and a checkpoint
-        "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"},
-    }
+    stops = {"RAY_JOB_STOP_WAIT_TIME_S": "60"}  # for the current round and a checkpoint
+    return {"working_dir": str(work), "py_modules": [str(package)], "env_vars": stops}
 
 
 def copy(files: Files, stage: Path) -> None:
@@ -172,9 +165,7 @@ def _is_data(path: Path, declared: Mapping[str, Sequence[str]]) -> bool:
 
 
 def _all_there(here: Path, files: Files) -> None:
-    """Raises `ConfigError` for a module that was imported from the folder and is not among the
-    files.
-    """
+    """Raises `ConfigError` for a module that was imported from the folder and is not sent."""
     sent = {os.path.realpath(path) for path in files.values()}
     for name, module in sorted(sys.modules.items()):
         source = getattr(module, "__file__", None)
@@ -205,7 +196,6 @@ def _plain(path: Path) -> bool:
 
 
 def _found(field: str, name: str, here: Path) -> Path:
-    """The file or folder that a config names. Raises `ConfigError`."""
     places = (data_root(None) / name, Path(name))
     path = next((place for place in places if os.path.isfile(place) or os.path.isdir(place)), None)
     if path is None:
@@ -222,7 +212,6 @@ def _found(field: str, name: str, here: Path) -> Path:
 
 
 def _check_size(files: Files) -> None:
-    """Raises `ConfigError` for more than is sent."""
     sizes = {name: path.stat().st_size for name, path in files.items()}
     if sum(sizes.values()) > LIMIT:
         largest = max(sizes, key=lambda name: sizes[name])
@@ -241,10 +230,8 @@ def _renamed(value: Any, names: Mapping[tuple[str, str], str], key: str = "") ->
     space it is in).
     """
     if isinstance(value, Mapping):
-        return {
-            name: _renamed(each, names, key if name in SPACES else name)
-            for name, each in value.items()
-        }
+        keys = {name: key if name in SPACES else name for name in value}
+        return {name: _renamed(each, names, keys[name]) for name, each in value.items()}
     if isinstance(value, list):
         return [_renamed(each, names, key) for each in value]
     return names.get((key, value), value) if isinstance(value, str) else value

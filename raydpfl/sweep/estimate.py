@@ -28,13 +28,11 @@ Runs = Iterable[tuple[Experiment, int]]  # an experiment, and how often somethin
 
 @dataclass(frozen=True)
 class Estimate:
-    """`seconds` with all cores at work, None as long as a kind of run was not timed; `kinds` of
-    runs, `timed` of them.
-    """
+    """What runs take."""
 
-    seconds: float | None
-    kinds: int
-    timed: int
+    seconds: float | None  # with all cores at work; None as long as a kind of run was not timed
+    kinds: int  # of runs
+    timed: int  # of these kinds
 
     def words(self) -> str:
         if self.seconds is None:
@@ -64,22 +62,13 @@ def estimate(runs: Runs) -> Estimate:
         for path, (start, per_round) in times.items()
         for experiment, count in kinds[path]
     )
-    parallel = min(cores(), max(1, number))  # a core a run
-    return Estimate(
-        seconds / parallel if len(times) == len(kinds) else None, len(kinds), len(times)
-    )
+    whole = seconds / min(cores(), max(1, number))  # a core a run
+    return Estimate(whole if len(times) == len(kinds) else None, len(kinds), len(times))
 
 
 def measure(runs: Runs, root: Path | None) -> Estimate:
-    """Times what has not been timed yet, here and now, without Ray.
-
-    Args:
-        runs: What is to be run.
-        root: Where data sets lie.
-
-    Raises:
-        ConfigError: A run cannot begin.
-        RunError: A run failed.
+    """Times what has not been timed yet, here and now, without Ray; `root` is where data sets lie.
+    Raises `ConfigError` for a run that cannot begin, `RunError` for one that failed.
     """
     runs = [*runs]
     level = log.level
@@ -108,7 +97,7 @@ def workloads(runs: Runs) -> dict[Path, list[tuple[Experiment, int]]]:
 
 
 def _timing(path: Path) -> tuple[float, float] | None:
-    """Seconds to start a run, and seconds of a round, as they were timed."""
+    """As `_timed` had it."""
     try:
         start, per_round = kept_json(path)
         return float(start), float(per_round)
@@ -117,7 +106,7 @@ def _timing(path: Path) -> tuple[float, float] | None:
 
 
 def _timed(experiment: Experiment, root: Path | None) -> tuple[float, float]:
-    """Runs the first rounds: seconds to start the run, and of the last of them."""
+    """Runs `TIMED` rounds: seconds to start the run, and seconds of the last of them."""
     rows: list[dict] = []
 
     def enough(more: list[dict]) -> bool:

@@ -33,14 +33,8 @@ log = logging.getLogger("raydpfl")
 def optuna(
     field: str = "sweep.search", value: Any = "optuna", other: str = "grid or random"
 ) -> Any:
-    """The library, which is not installed with the package.
-
-    Args:
-        field, value: what asks for it.
-        other: what there is without it.
-
-    Raises:
-        ConfigError: it is not installed.
+    """The library. Raises `ConfigError`, on the field that asks for it and with the `other` values
+    that do without, where it is not installed.
     """
     try:
         library = importlib.import_module("optuna")
@@ -54,14 +48,9 @@ def optuna(
 def guided(
     sweep: Sweep, add: Callable[[dict[str, Any]], SearchSetting]
 ) -> Iterator[SearchSetting | None]:
-    """The settings that Optuna's tree-structured Parzen estimator (Watanabe 2023) proposes.
-
-    Args:
-        sweep: with `sweep.samples` settings, at most `sweep.ahead` of them without a result.
-        add: makes the setting of some values; the same values have one setting.
-
-    Yields:
-        The next setting, or None as long as it has to wait for a result.
+    """The settings that Optuna's tree-structured Parzen estimator (Watanabe 2023) proposes, at most
+    `sweep.ahead` of them without a result; None as long as the next has to wait for one. `add`
+    makes the setting of some values; the same values have one setting.
     """
     library = optuna()
     metric = sweep.search.metric
@@ -113,14 +102,9 @@ class Dashboard:
     of the study, named by its values, so that a resumed sweep adds what is missing. If the study
     has another result of a setting, or one that the sweep does not have, it is deleted and written
     from the directory, with a warning. A storage that fails later is warned of once, and the sweep
-    continues without it.
+    continues without it. `name` is that of the sweep's directory, and so of the study.
 
-    Args:
-        sweep: with a `sweep.storage`.
-        name: of its directory, and so of the study.
-
-    Raises:
-        ConfigError: the storage cannot be opened, or has another study of this name.
+    Raises `ConfigError` if the storage cannot be opened, or has another study of this name.
     """
 
     def __init__(self, sweep: Sweep, name: str):
@@ -159,11 +143,9 @@ class Dashboard:
             self._shown[trial.user_attrs.get("setting", "")] = _words(trial.state.name, value)
 
     def _create(self) -> None:
-        """An empty study."""
+        place = {"study_name": self.name, "storage": self._storage}
         direction = "maximize" if self.sweep.sign > 0 else "minimize"
-        self._study = self._library.create_study(
-            study_name=self.name, storage=self._storage, direction=direction
-        )
+        self._study = self._library.create_study(**place, direction=direction)
         self._study.set_user_attr("sweep", self._mark)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # this is marked experimental
@@ -200,7 +182,6 @@ class Dashboard:
             self._shown[name] = _words(*done[name])
 
     def _trial(self, name: str, setting: SearchSetting, state: str, value: float | None) -> Any:
-        """A setting as a trial of Optuna."""
         facts: dict[str, Any] = {"setting": name, "seeds": [trial.seed for trial in setting.trials]}
         facts["directories"] = [f"trials/{trial.folder.name}" for trial in setting.trials]
         for trial in setting.trials:
@@ -211,9 +192,7 @@ class Dashboard:
             state=self._library.trial.TrialState[state],
             value=value,
             params={
-                key: _text(setting.values[key])
-                if hasattr(axis, "choices")
-                else float(setting.values[key])
+                key: (_text if hasattr(axis, "choices") else float)(setting.values[key])
                 for key, axis in self._axes.items()
             },
             distributions=self._axes,
@@ -222,7 +201,6 @@ class Dashboard:
         )
 
     def _axis(self, space: Space) -> Any:
-        """The distribution by which Optuna shows the values of a space."""
         kinds = self._library.distributions
         if isinstance(space, Interval):
             return _distribution(space)

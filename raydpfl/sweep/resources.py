@@ -21,12 +21,8 @@ from raydpfl.runtime.session import Session
 
 class Resources:
     """The Ray that the trials run on: started here, joined by `address`, or found running in this
-    process.
-
-    Args:
-        root: where data sets lie; None: the variable RAYDPFL_DATA.
-        address: of a running cluster.
-        cpus: of a trial's own process; None: 1 inline, 0 with client actors.
+    process. `root` is where data sets lie (None: RAYDPFL_DATA), `cpus` those of a trial's own
+    process (None: 1 inline, 0 with client actors).
     """
 
     def __init__(self, root: str | Path | None, address: str | None, cpus: float | None = None):
@@ -38,7 +34,6 @@ class Resources:
     def __enter__(self) -> Resources:
         if self._address:
             self._session = Session(self._address)
-        self._elastic = not ray.is_initialized()
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -53,7 +48,7 @@ class Resources:
 
     def start(self) -> None:
         """Starts Ray, unless it runs."""
-        if self._elastic:
+        if not ray.is_initialized():
             self._session = Session("local", num_cpus=cores())
 
     def nodes(self) -> list[dict[str, float]]:
@@ -115,11 +110,10 @@ def fits(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]])
     """
     process, *actors = bundles
     actor = actors[0] if actors else {}
+    needs = [actor.get(name, 0) for name in ("CPU", "GPU")]
     for place, node in enumerate(nodes):
         left = {name: node.get(name, 0) - process.get(name, 0) for name in ("CPU", "GPU")}
         rest = [*nodes[:place], left, *nodes[place + 1 :]]
-        if min(left.values()) >= 0 and capacity(
-            actor.get("CPU", 0), actor.get("GPU", 0), rest
-        ) >= len(actors):
+        if min(left.values()) >= 0 and capacity(*needs, rest) >= len(actors):
             return True
     return False

@@ -28,17 +28,15 @@ _FACTS = {"model_sha256": pa.string(), "seconds": pa.float64()}
 
 @dataclass(frozen=True)
 class SweepResult(SearchResult):
-    """`trials` has a row per trial, `settings` one per setting, both in the order of the sweep.
-
-    `best` is the setting with the best mean among those whose trials all ran to their end (among
-    all, if none did); None if there is none, or if a trial failed and `sweep.on_error` is fail.
-    `all` are the settings themselves.
+    """A sweep, finished or running. `best` is the setting with the best mean among those whose
+    trials all ran to their end (among all, if none did); None if there is none, or if a trial
+    failed and `sweep.on_error` is fail.
     """
 
-    trials: pa.Table
-    settings: pa.Table
+    trials: pa.Table  # a row per trial, in the order of the sweep
+    settings: pa.Table  # likewise
     best: SearchSetting | None
-    all: list[SearchSetting]
+    all: list[SearchSetting]  # the settings
 
     def tables(self) -> dict[str, pa.Table]:
         return {"results.parquet": self.trials, "settings.parquet": self.settings}
@@ -64,10 +62,9 @@ def gather(
     private = sweep.search.private
     problem = None
     if over and failed and sweep.search.on_error == "fail":
-        problem = (
-            f"{len(failed):,} of {counted(len(trials), 'trial')} failed, and no best setting was "
-            "chosen; go on with --resume, or choose among the others with sweep.on_error=choose"
-        )
+        problem = f"{len(failed):,} of {counted(len(trials), 'trial')} failed, and no best setting "
+        problem += "was chosen; go on with --resume, or choose among the others with "
+        problem += "sweep.on_error=choose"
     elif over and best is None and not (private and private.runs == "poisson"):
         problem = "no setting has a result"
     runs = count_runs(trials, folder)
@@ -89,10 +86,7 @@ def gather(
         "metric": sweep.search.metric,
         "better": "larger" if sweep.sign > 0 else "smaller",
         "trained": {"runs": runs.all, "private": runs.private},
-        "failed": [
-            {"directory": f"trials/{trial.folder.name}", "reason": trial.failure()}
-            for trial in failed
-        ],
+        "failed": [{"directory": f"trials/{t.folder.name}", "reason": t.failure()} for t in failed],
         "choice": statement(settings, sweep, runs, best is not None or not over, spent),
     }
     if spent:
@@ -117,13 +111,10 @@ def _best(settings: Sequence[SearchSetting], sweep: Sweep) -> SearchSetting | No
 
 
 def best_for(settings: Sequence[SearchSetting], sweep: Sweep) -> dict[str, list[dict[str, Any]]]:
-    """The best setting for each value of a field, by the rules of `SweepResult.best`.
-
-    Returns:
-        By each field that took several of finitely many values, where others varied too, a row for
-        each value with a best setting, in the order of the grid: `value`; the index of the setting
-        in settings.parquet, its mean and spread, and the fields at an edge of their grids, without
-        the field itself.
+    """The best setting for each value of a field, by the rules of `SweepResult.best`: by each field
+    that took several of finitely many values, where others varied too, a row for each value with a
+    best setting, in the order of the grid: `value`; the index of the setting in settings.parquet,
+    its mean and spread, and the fields at an edge of their grids, without the field itself.
     """
     several = [key for key in sweep.spaces if len({text_of(s.values[key]) for s in settings}) > 1]
     table: dict[str, list[dict[str, Any]]] = {}
@@ -148,16 +139,13 @@ def _reached(
     """
     metric = sweep.search.metric
     edges = {
-        key: edge(setting.values[key], space.options)
+        key: which
         for key, space in sweep.spaces.items()
         if isinstance(space, Options) and key not in _PRIVACY
+        if (which := edge(setting.values[key], space.options))
     }
-    return {
-        "setting": settings.index(setting),
-        "mean": setting.mean(metric),
-        "spread": setting.spread(metric),
-        "edges": {key: which for key, which in edges.items() if which},
-    }
+    mean, spread = setting.mean(metric), setting.spread(metric)
+    return {"setting": settings.index(setting), "mean": mean, "spread": spread, "edges": edges}
 
 
 def epsilons(trial: Trial) -> dict[str, float]:
@@ -167,9 +155,7 @@ def epsilons(trial: Trial) -> dict[str, float]:
     spent: dict[str, float] = {}
     for guarantee in (trial.summary or {}).get("guarantees", ()):
         spent.setdefault(column(guarantee["accountant"]), float(guarantee["epsilon"]))
-    return spent or {
-        key: value for key, value in trial.report.items() if key.startswith("epsilon_")
-    }
+    return spent or {k: value for k, value in trial.report.items() if k.startswith("epsilon_")}
 
 
 class Runs(NamedTuple):
@@ -181,7 +167,7 @@ class Runs(NamedTuple):
 
 
 def count_runs(trials: Sequence[Trial], folder: Path) -> Runs:
-    """Counts the trials and what else their directory holds."""
+    """Those of a directory with these trials."""
     runs = trained(folder / "trials")
     own = [trial for trial in trials if trial.status != "failed" or trial.folder.name in runs]
     for trial in own:
@@ -248,10 +234,8 @@ def _of_a_private_search(sweep: Sweep, chosen: bool, spent: Composition | None) 
     text += f", by the {named(sweep.search.metric)}, for which the test set counts as public."
     if spent:
         text += f" {spent.words('the whole search')}"
-    return (
-        f"{text[0].upper()}{text[1:]} That holds where the best run is all that is shown: trials/ "
-        "has the others, and how many there were; keep it to yourself."
-    )
+    text += " That holds where the best run is all that is shown: trials/ has the others, and how "
+    return f"{text[0].upper()}{text[1:]}many there were; keep it to yourself."
 
 
 def choice_is_a_query(private: int, note: str = "") -> str:
@@ -295,18 +279,18 @@ def _trials(settings: Sequence[SearchSetting], sweep: Sweep) -> pa.Table:
 def _settings(settings: Sequence[SearchSetting], sweep: Sweep) -> pa.Table:
     metric = sweep.search.metric
     searched = _searched(sweep)
+    mean, spread = f"{metric}_mean", f"{metric}_spread"
     rows = []
     for place, setting in enumerate(settings):
         row = _cells(setting, searched) | {"setting": place, "whole": setting.whole}
         row |= {"trials": len(setting.trials)}
-        row |= {f"{metric}_mean": setting.mean(metric), f"{metric}_spread": setting.spread(metric)}
+        row |= {mean: setting.mean(metric), spread: setting.spread(metric)}
         for trial in setting.trials:
             for name, value in epsilons(trial).items():
                 row[name] = max(value, row.get(name, value))
         rows.append(row)
     columns = {"setting": pa.int64(), **searched, "trials": pa.int64(), "whole": pa.bool_()}
-    columns |= {f"{metric}_mean": pa.float64(), f"{metric}_spread": pa.float64()}
-    return table(rows, columns | _spent(rows, sweep))
+    return table(rows, columns | dict.fromkeys((mean, spread), pa.float64()) | _spent(rows, sweep))
 
 
 def table(

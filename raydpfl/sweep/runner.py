@@ -26,7 +26,7 @@ from raydpfl.sweep.results import SweepResult, gather, score
 from raydpfl.sweep.search_privacy import of_all, of_the_best
 from raydpfl.sweep.search_runner import SearchRunner, remove_file
 from raydpfl.sweep.sweep import Sweep
-from raydpfl.sweep.trials import SearchSetting
+from raydpfl.sweep.trials import SearchSetting, shown
 from raydpfl.sweep.tune import execute
 from raydpfl.tracking import installed
 
@@ -40,22 +40,18 @@ def run(
     address: str | None = None,
     on_change: Callable[[SweepRunner], object] = lambda runner: None,
 ) -> SweepResult:
-    """Runs all trials of `sweep` into the directory `out`, a path or an address (default: a new one
-    under `runs/`).
+    """Runs all trials of a sweep. The result's `problem` says what went wrong, such as trials that
+    failed; such a sweep continues with `resume`.
 
     Args:
         sweep: what to try.
-        out: the directory.
+        out: the directory, a path or an address; None: a new one under `runs/`.
         resume: continues the sweep in `out`, from nothing if it had not been started: finished
             trials are not run again, the others continue from their checkpoints.
         data_root: where data sets lie; None: the variable RAYDPFL_DATA.
         address: of a running Ray cluster to join, whose nodes must all see `out`, unless that is an
             address. A Ray that this process had started is used, and left running.
         on_change: called, now and then, with the runner, which has all `settings` so far.
-
-    Returns:
-        Its `problem` says what went wrong, such as trials that failed; such a sweep continues with
-        `resume`.
 
     Raises:
         ConfigError: the sweep cannot be run; nothing has been started or written.
@@ -89,10 +85,6 @@ class SweepRunner(SearchRunner):
         self._dashboard: Dashboard | None = None
 
     def check(self, resources: Resources) -> None:
-        """Raises `ConfigError` for a trial that the cluster cannot hold, for missing data, for what
-        the first trial's data or accountants cannot give, for a tracker that is not installed, for
-        a metric that these data do not have, and for a storage that cannot be opened.
-        """
         sweep = self.sweep
         if sweep.search.search == "optuna":
             optuna()
@@ -131,12 +123,11 @@ class SweepRunner(SearchRunner):
         experiment = sweep.trial(setting.experiment)
         for seed in sweep.seeds(len(self.settings)):
             seeded = experiment.model_copy(update={"seed": seed})
-            setting.trials.append(self.add(setting.named(), seeded, sweep.spaces))
+            setting.trials.append(self.add(shown(values), seeded, sweep.spaces))
         self.settings.append(setting)
         return setting
 
     def scheduler(self) -> TrialScheduler:
-        """Ray Tune's, comparing trials at the same number of rounds."""
         search = self.sweep.search
         compared: dict[str, Any] = {
             "time_attr": "round",
@@ -164,12 +155,11 @@ class SweepRunner(SearchRunner):
         best = result.best if result.summary["status"] == "completed" else None
         if best:
             seeds = counted(len(best.trials), "seed")
-            first = f"best of {result.summary['settings']} settings: {best.named()}"
-            if self.sweep.search.private:
-                first = f"best: {best.named()}"
+            private = self.sweep.search.private  # of which the run itself is the best
+            among = "" if private else f" of {result.summary['settings']} settings"
+            first = f"best{among}: {shown(best.values)}"
             reached = f"{self.metric} {score(best, self.metric)} over {seeds}"
             head = "".join(f"# {line}\n" for line in (first, reached, result.summary["choice"]))
-            private = self.sweep.search.private is not None  # of which the run itself is the best
             text = head + (best.trials[0] if private else best).experiment.to_yaml()
             replace_file(path, lambda file: file.write(text.encode()))
         else:  # none may be left from before a resume

@@ -22,7 +22,7 @@ from raydpfl.runtime.runner import alone
 from raydpfl.storage.files import LOCK, read_text, remove
 from raydpfl.storage.run_files import clear, make_folder, replace_file, write_json
 from raydpfl.sweep.resources import Resources
-from raydpfl.sweep.trials import Trial, name_of
+from raydpfl.sweep.trials import Trial, check, name_of
 
 BUSY = 10.0  # seconds that processes of an earlier start may take to release the directory
 # what a kill leaves half written: Ray Tune's state, and files by the process that wrote them
@@ -54,8 +54,7 @@ class SearchRunner(ABC):
     steps of Ray Tune, and should be quick.
 
     Args:
-        asked: the `Sweep` or the `Study`. The config in the directory is `KIND.yaml`, whose last
-            line, `...`, marks a whole file.
+        asked: the `Sweep` or the `Study`, written to `KIND.yaml` in the directory.
         folder: the directory.
         on_change: called with the runner when something has changed, and is to be shown.
     """
@@ -83,7 +82,7 @@ class SearchRunner(ABC):
 
     @property
     def trials(self) -> list[Trial]:
-        """All trials so far, in order, whether or not they need to be run."""
+        """All trials so far, whether or not they need to be run."""
         return [*self._trials.values()]
 
     @abstractmethod
@@ -93,20 +92,19 @@ class SearchRunner(ABC):
         """
 
     def add(self, label: str, experiment: Experiment, searched: Collection[str] = ()) -> Trial:
-        """The trial of this experiment: one, however often it is asked for.
-
-        Args:
-            label, searched: See `Trial.stored`.
-            experiment: As a trial.
-
-        Raises:
-            ConfigError: its directory holds something else.
+        """The trial of this experiment, with what its directory holds: one, however often it is
+        asked for. `searched`: see `meaning`. Raises `ConfigError` if that holds another run.
         """
         name = name_of(experiment, searched)
         if name not in self._trials:
-            place = self.folder / "trials" / name
-            self._trials[name] = Trial.stored(label, experiment, place, searched, self.last)
-            self._ready.append(self._trials[name])
+            trial = Trial(label, experiment, self.folder / "trials" / name, last=self.last)
+            check(trial.folder, experiment, searched, trial.named())
+            trial.read()
+            trial.before = trial.finished
+            if not trial.before:  # it continues, or is tried again
+                trial.status, trial.summary, trial.reason = "waiting", None, None
+            self._trials[name] = trial
+            self._ready.append(trial)
         return self._trials[name]
 
     def proposals(self) -> Iterator[Trial | None]:
@@ -180,9 +178,8 @@ class SearchRunner(ABC):
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Holds the directory, reads what is there and writes the config.
-
-        Raises `ConfigError` if another process holds it, or it cannot be written to.
+        """Holds the directory, reads what is there and writes the config. Raises `ConfigError` if
+        another process holds it, or it cannot be written to.
         """
         make_folder(self.folder)
         with alone(self.folder, BUSY):
@@ -197,7 +194,6 @@ class SearchRunner(ABC):
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
-        """Raises `ConfigError` if the directory cannot be read or written."""
         try:
             yield
         except (OSError, FileError) as error:
@@ -232,11 +228,9 @@ class SearchRunner(ABC):
         return replace(result, out=storage.origin(self.folder) or self.folder)
 
     def tidy(self) -> None:
-        """Removes what a kill has left half written. Processes of what was killed may still end,
-        and write.
-        """
+        """Removes what a kill has left half written."""
         for path in self._remains():
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # processes of what was killed may still end
                 remove(path)
 
     def _remains(self) -> list[Path]:
@@ -253,16 +247,15 @@ def stored(folder: Path, kind: str) -> Mapping[str, Any]:
     """The tree in the `KIND.yaml` of a directory. Raises `ConfigError` unless it is whole."""
     path = folder / f"{kind}.yaml"
     tree = read(path)
-    why = None
     if not isinstance(tree, Mapping):
         why = f"it is a {type(tree).__name__}"
     elif not tree:
         why = "it is empty"
     elif not read_text(path).endswith("\n...\n"):
         why = "it is cut, as its last line is not '...'"
-    if why:
-        raise ConfigError("--resume", str(path), f"the {path.name} of a {kind}; {why}")
-    return tree
+    else:
+        return tree
+    raise ConfigError("--resume", str(path), f"the {path.name} of a {kind}; {why}")
 
 
 def describe(error: OSError | FileError) -> str:

@@ -51,7 +51,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Interval:
-    """All numbers from `low` to `high`, evenly or (`log`) evenly in their logarithm."""
+    """All numbers from `low` to `high`, evenly or (`log`) evenly in their logarithms."""
 
     low: float
     high: float
@@ -77,8 +77,11 @@ Space = Options | Interval
 def parse(field: str, value: Mapping[str, Any]) -> Space:
     """The space that `{kind: arguments}` describes. Raises `ConfigError` naming `field`."""
     ((kind, options),) = value.items()
-    if isinstance(options, list):
-        options = [_number(option) for option in options]
+    if isinstance(options, list):  # numbers may be text, of a config made in Python or by YAML 1.1
+        options = [
+            float(one) if isinstance(one, str) and _SCIENTIFIC.fullmatch(one) else one
+            for one in options
+        ]
     try:
         return _options(options) if kind in ("grid", "choice") else _range(kind, options)
     except ValueError as error:
@@ -86,7 +89,6 @@ def parse(field: str, value: Mapping[str, Any]) -> Space:
 
 
 def _options(options: Any) -> Options:
-    """Raises ValueError saying what is expected."""
     if not isinstance(options, list) or not options:
         raise ValueError("a list of at least one value")
     if len({json.dumps(option, sort_keys=True, default=str) for option in options}) < len(options):
@@ -95,11 +97,8 @@ def _options(options: Any) -> Options:
 
 
 def _range(kind: str, options: Any) -> Space:
-    """Of two ends. Raises ValueError saying what is expected."""
-    numbers = isinstance(options, list) and all(
-        type(end) in (int, float) and math.isfinite(end) for end in options
-    )
-    if not numbers or len(options) != 2:
+    ends = options if isinstance(options, list) else ()
+    if len(ends) != 2 or not all(type(end) in (int, float) and math.isfinite(end) for end in ends):
         raise ValueError("two numbers [lowest, highest]")
     if kind == "powers_of_two":
         low, high = map(whole, options)
@@ -115,11 +114,6 @@ def _range(kind: str, options: Any) -> Space:
     return Interval(float(low), float(high), log=kind == "loguniform")
 
 
-def _number(value: Any) -> Any:
-    """A number that is written as text, as in a config made in Python or read by YAML 1.1."""
-    return float(value) if isinstance(value, str) and _SCIENTIFIC.fullmatch(value) else value
-
-
 def find(tree: Mapping[str, Any]) -> dict[str, Space]:
     """The spaces in a tree of sections, by dotted key, in the tree's order."""
     return walk(tree, lambda key, value: parse(key, value) if is_space(value) else None)
@@ -128,11 +122,8 @@ def find(tree: Mapping[str, Any]) -> dict[str, Space]:
 def walk(
     tree: Mapping[str, Any], read: Callable[[str, Mapping[str, Any]], T | None], path: str = ""
 ) -> dict[str, T]:
-    """What is made of the mappings in a tree of sections, by dotted key, in the tree's order.
-
-    Args:
-        tree: Whose own key is `path`.
-        read: Is given a key and a mapping; None where what is within the mapping is to be read.
+    """What `read` makes of each key and mapping in a tree of sections, whose own key is `path`, by
+    dotted key, in the tree's order. Where that is None, it reads what is within the mapping.
     """
     made: dict[str, T] = {}
     for name, value in tree.items():

@@ -68,7 +68,7 @@ class PrivateSearch(Section):
     shape: float | None = None  # of negative_binomial
 
     def repetition(self) -> Repetition:
-        """The distribution of the number of trials. Raises `ConfigError`."""
+        """The distribution of the number of trials."""
         with renamed(lambda name: f"sweep.private.{name}"):
             return Repetition(self.runs, self.mean, self.shape)
 
@@ -119,15 +119,9 @@ class Sweep:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Sweep:
-        """A sweep from a config whose fields may have search spaces.
-
-        Args:
-            values: the tree of the config, with its section `sweep`.
-            overrides: fields to change, each `section.key=value`, the value in YAML.
-
-        Raises:
-            ConfigError: names the first field that is wrong. Every value of a grid, and both ends
-                of an interval, are tried on.
+        """A sweep from the tree of a config whose fields may have search spaces, and overrides
+        `section.key=value`. Raises `ConfigError` for the first field that is wrong: every value of
+        a grid, and both ends of an interval, are tried on.
         """
         sweep = cls.untried(values, overrides)
         sweep.check_search()
@@ -167,11 +161,8 @@ class Sweep:
         return cls.from_dict(stored(folder, "sweep"), overrides)
 
     def to_yaml(self) -> str:
-        """The config with its spaces; `from_yaml` of it is this sweep.
-
-        Its last line, `...`, marks a whole file.
-        """
-        return dump({**self.tree, "sweep": self._given()}) + "...\n"
+        """The config with its spaces, of which `...`, its last line, marks the end."""
+        return dump({**self.tree, "sweep": self._given}) + "...\n"
 
     @property
     def size(self) -> int:
@@ -187,8 +178,9 @@ class Sweep:
     def listed(self) -> Iterable[dict[str, Any]]:
         """The values of every setting, in order; not for Optuna, which decides as results come."""
         if self.search.search == "grid":
-            finite = {k: space for k, space in self.spaces.items() if isinstance(space, Options)}
-            yield from points(finite)
+            yield from points(
+                {k: one for k, one in self.spaces.items() if isinstance(one, Options)}
+            )
             return
         seen: set[Any] = set()
         for sample in range((1 if self.search.private else 100) * self.size):
@@ -203,9 +195,7 @@ class Sweep:
                 return
 
     def setting(self, values: Mapping[str, Any]) -> SearchSetting:
-        """The setting of these values, with no trials yet. Raises `ConfigError` when they make no
-        experiment.
-        """
+        """The setting of these values, with no trials yet. Raises `ConfigError`."""
         tree = put(self.tree, values)
         return SearchSetting(dict(values), Experiment.from_dict(tree, imports=self.imports))
 
@@ -216,12 +206,8 @@ class Sweep:
         """
         first = {key: space.probes[0] for key, space in self.spaces.items()}
         bearing = {*ACCOUNTED, *self.trial(self.setting(first).experiment).accounted_with()}
-        spaces = {
-            key: Options(space.probes)
-            for key, space in self.spaces.items()
-            if key.partition(".")[0] in bearing
-        }
-        for values in points(spaces):
+        spaces = {key: Options(space.probes) for key, space in self.spaces.items()}
+        for values in points({k: spaces[k] for k in spaces if k.partition(".")[0] in bearing}):
             yield values, self.trial(self.setting({**first, **values}).experiment)
 
     def seeds(self, place: int) -> list[int]:
@@ -247,10 +233,9 @@ class Sweep:
         return trial.model_copy(update={"evaluate": blind})
 
     def differs(self, other: Sweep) -> Difference:
-        """(field, here, there) of the first difference that makes it another sweep than `other`.
-
-        What counts is what the configs mean: a default may be written out, and 1 is 1.0. Which
-        values a searched field takes is no difference.
+        """(field, here, there) of the first difference that makes it another sweep than `other`, by
+        what the configs mean: a default may be written out, and 1 is 1.0. Which values a searched
+        field takes is no difference.
         """
         pair = (self, other)
         odd = [{k: at(of.tree, k) for k in self.spaces.keys() ^ other.spaces.keys()} for of in pair]
@@ -274,9 +259,7 @@ class Sweep:
         return int(self.tree.get("seed", 0))
 
     def check_settings(self) -> None:
-        """Raises `ConfigError` for a setting that makes no experiment, and for what the settings
-        together rule out.
-        """
+        """Raises `ConfigError` for what the settings, one or together, rule out."""
         search = self.search
         least = min(experiment.rounds for experiment in self.probes)
         if search.scheduler != "none" and search.grace > least:
@@ -304,7 +287,6 @@ class Sweep:
         can be tried, whatever the settings are.
         """
         search = self.search
-        given = self._given()
         if search.private:
             self._check_private()
         if "seed" in self.spaces:
@@ -312,7 +294,7 @@ class Sweep:
             raise ConfigError("seed", self.tree["seed"], expected)
         if not self.spaces and search.repeats == 1 and not search.private:
             expected = "a search space in some field, or sweep.repeats above 1"
-            raise ConfigError("sweep", given, expected)
+            raise ConfigError("sweep", self._given, expected)
         for key, space in self.spaces.items():
             if search.search == "grid" and not isinstance(space, Options):
                 expected = "a grid, choice or powers_of_two; an interval needs sweep.search"
@@ -326,17 +308,15 @@ class Sweep:
             raise ConfigError("sweep.samples", search.samples, expected)
         if self.size * search.repeats > MOST:
             expected = f"at most {MOST:,} trials, which are settings times repeats"
-            raise ConfigError("sweep", given, expected)
+            raise ConfigError("sweep", self._given, expected)
 
     def _check_private(self) -> None:
-        """Raises `ConfigError` for what a private search cannot have."""
-        search = self.search
-        assert search.private
-        search.private.repetition()
+        assert self.search.private
+        self.search.private.repetition()
         for name, (value, why) in _FIXED.items():
-            if getattr(search, name) != value:
+            if (given := getattr(self.search, name)) != value:
                 expected = f"{value or 'none'} with sweep.private: {why}"
-                raise ConfigError(f"sweep.{name}", getattr(search, name), expected)
+                raise ConfigError(f"sweep.{name}", given, expected)
         for key in self.spaces:
             if key.partition(".")[0] == "data" or key.startswith("evaluate.validation"):
                 expected = "one value with sweep.private, whose trials have the same clients"
@@ -349,10 +329,9 @@ class Sweep:
         metric = self.search.metric
         noised = set_of(metric) == CLIENT and experiment.evaluate.histogram is not None
         if set_of(metric) != TEST and not noised:
-            expected = (
-                "a score of the test set, or of evaluate.histogram, with sweep.private; this "
-            )
-            expected += "one is an exact answer about rows of the clients, which no epsilon covers"
+            expected = "a score of the test set, or of evaluate.histogram, with sweep.private; "
+            expected += "this one is an exact answer about rows of the clients, which no epsilon "
+            expected += "covers"
             raise ConfigError("sweep.metric", metric, expected)
         if experiment.evaluate.stop:
             stop = experiment.evaluate.stop.model_dump(mode="json")
@@ -367,6 +346,7 @@ class Sweep:
             expected = "noise on what clients send, or on its sum, in every trial of sweep.private"
             raise ConfigError("noise.kind", experiment.noise.kind, expected)
 
+    @property
     def _given(self) -> dict[str, Any]:
         return self.search.model_dump(exclude_unset=True)
 
@@ -384,8 +364,8 @@ class Sweep:
 
     @cached_property
     def probes(self) -> list[Experiment]:
-        """The experiments that tell whether the sweep can be run, as trials. A `ConfigError` says
-        the values too where its field is none of them.
+        """The experiments that tell whether the sweep can be run, as trials. A `ConfigError` on a
+        field that is not searched names the setting too.
         """
         probes = []
         for values in self.tried():
@@ -413,7 +393,6 @@ def text_of(value: Any) -> str:
 
 
 def _not_given(score: str, experiment: Experiment) -> str:
-    """Why trials of this experiment are not chosen by a score, in words."""
     evaluate = experiment.evaluate
     if set_of(score) == VALIDATION and not evaluate.validation:
         return "evaluate.validation holds out no rows: give it a share, as 0.1"

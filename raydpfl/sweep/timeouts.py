@@ -63,8 +63,8 @@ class Timeouts:
     def begin(self, trial: Trial) -> None:
         """A trial has started to run, or has been restarted."""
         now = self._clock()
-        began = self._running[trial].began if trial in self._running else now
-        self._running[trial] = _Running(began, now, _times(trial.folder))
+        held = self._running.get(trial)
+        self._running[trial] = _Running(held.began if held else now, now, _times(trial.folder))
 
     def end(self, trial: Trial) -> None:
         """A trial runs no more; others are measured by it if it has finished."""

@@ -60,28 +60,6 @@ class Trial:
     before: bool = False  # it had finished before the sweep or study was started or resumed
     last: int = 1  # evaluations, at the end of the run, of which its scores are the mean
 
-    @classmethod
-    def stored(
-        cls,
-        label: str,
-        experiment: Experiment,
-        folder: Path,
-        searched: Collection[str] = (),
-        last: int = 1,
-    ) -> Trial:
-        """The trial of a directory, with what is stored there. `searched`: see `meaning`.
-
-        Raises `ConfigError` if the directory holds another run.
-        """
-        trial = cls(label, experiment, folder, last=last)
-        check(folder, experiment, searched, trial.named())
-        trial.read()
-        trial.before = trial.finished
-        if not trial.before:  # it continues, or is tried again
-            trial.status = "waiting"
-            trial.summary = trial.reason = None
-        return trial
-
     @property
     def seed(self) -> int:
         return self.experiment.seed
@@ -109,7 +87,6 @@ class Trial:
 
     @property
     def done(self) -> bool:
-        """It has finished or failed."""
         return self.finished or self.status == "failed"
 
     def named(self) -> str:
@@ -165,17 +142,13 @@ class SearchSetting:
         values = [trial.value(metric) for trial in self.trials]
         return [value for value in values if value is not None]
 
-    def named(self) -> str:
-        """Its values in print, as overrides."""
-        return shown(self.values)
-
 
 def best_of(settings: Iterable[SearchSetting], metric: str, sign: int) -> SearchSetting | None:
     """The setting with the best mean, the first of equals: among those whose trials all ran to
     their end, or else among all that are done. `sign`: that which makes more of the metric better.
     """
-    means = [(setting, setting.mean(metric)) for setting in settings if setting.done]
-    scored = [(sign * mean, setting) for setting, mean in means if mean is not None]
+    done = [setting for setting in settings if setting.done]
+    scored = [(sign * mean, one) for one in done if (mean := one.mean(metric)) is not None]
     scored = [(score, setting) for score, setting in scored if setting.whole] or scored
     return max(scored, key=lambda pair: pair[0], default=(0.0, None))[1]
 
@@ -233,10 +206,8 @@ class _Summary(BaseModel):
 
 
 def meaning(experiment: Experiment, searched: Collection[str] = ()) -> dict[str, Any]:
-    """All by which trials differ, by dotted key: the complete config.
-
-    Keys that a resumed run may change, and keys that only show something, are left out, unless they
-    are `searched`.
+    """All by which trials differ, by dotted key: the complete config without the keys that a
+    resumed run may change or that only show something, unless they are `searched`.
     """
     searching = tuple(f"{key}." for key in searched)
     leaves = flat(experiment.to_dict())
@@ -247,9 +218,8 @@ def meaning(experiment: Experiment, searched: Collection[str] = ()) -> dict[str,
 
 
 def resolved(experiment: Experiment, folder: Path) -> Experiment:
-    """The experiment with what the run in `folder` has resolved, where it leaves that open.
-
-    So a trial that continues never resolves it differently, on another node or another day.
+    """The experiment with what the run in `folder` has resolved, where it leaves that open: so a
+    trial that continues never resolves it differently, on another node or another day.
     """
     stored = flat(read(folder / "config.yaml"))
     tree = experiment.to_dict()
@@ -271,8 +241,7 @@ def name_of(experiment: Experiment, searched: Collection[str] = ()) -> str:
 
 def check(folder: Path, experiment: Experiment, searched: Collection[str], named: str) -> None:
     """Raises `ConfigError` unless the directory is this experiment's, or has no run in it yet.
-
-    `named` is the trial's name in the message.
+    `named`: the trial, in the message.
     """
     whose = f"the directory of {named}"
     path = folder / "config.yaml"
@@ -312,10 +281,8 @@ def _refused(path: Path, expected: str) -> ConfigError:
 
 
 def summary_of(folder: Path) -> dict[str, Any] | None:
-    """How the run in this directory ended; None if it has not, or if its summary is not valid.
-
-    A summary that is not whole, or contradicts the rounds table, is warned of: the trial continues
-    from its checkpoint and writes another.
+    """How the run in this directory ended; None if it has not, or if its summary is not whole or
+    contradicts the rounds table. Of that it warns: the trial continues from its checkpoint.
     """
     path = folder / "summary.json"
     if not os.path.lexists(path):
@@ -383,9 +350,9 @@ def mean_of_rounds(folder: Path, column: str) -> float | None:
 def trained(trials: Path) -> dict[str, bool]:
     """Every directory under `trials/` in which a round was started, by name, and if it was private.
 
-    It counts under any name, however it ended, and whether or not the sweep still has it. A run
-    that continued after a failure or a kill repeats its rounds with the same noise and is one run.
-    A run counts as private unless its directory says that it was not.
+    It counts under any name, however it ended, and whether or not the sweep still has it; as
+    private unless it says that it was not. A run that continued after a failure or a kill repeats
+    its rounds with the same noise and is one run.
     """
     runs = {}
     for folder in sorted(trials.iterdir()) if trials.is_dir() else ():

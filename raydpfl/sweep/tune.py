@@ -62,18 +62,14 @@ PATIENCE = 60.0  # seconds that the processes of a killed sweep may take to rele
 
 
 class StopTune(BaseException):
-    """Leaves Ray Tune, whose own handling of errors would end the trials in good order and so mark
-    them as stopped.
+    """Leaves Ray Tune with an error, in `args`. Its own handling of errors would end the trials in
+    good order and so mark them as stopped.
     """
-
-    def __init__(self, error: Exception):
-        self.error = error
 
 
 def execute(runners: Sequence[SearchRunner], resources: Resources, resume: bool) -> list[Any]:
     """Runs sweeps or studies to their results, in order. Several take turns, so that while one
     waits for its results the others continue, and the processes of trials are started once.
-
     Raises `ConfigError` before anything is started or written, `RunError` if all was cut off.
     """
     for runner in runners:
@@ -88,10 +84,7 @@ def execute(runners: Sequence[SearchRunner], resources: Resources, resume: bool)
 
 
 def _run_all(runners: Sequence[SearchRunner], resources: Resources) -> int:
-    """Runs all trials that are proposed; how many processes ran them.
-
-    Afterwards every trial has finished or failed. Raises `ConfigError`, `RunError`.
-    """
+    """Runs all trials until each has finished or failed; how many processes ran them."""
     proposals = Proposals(runners, resources)
     watch = Watch(runners, proposals.running, resources)
     cut_off = None
@@ -113,15 +106,14 @@ def _run_all(runners: Sequence[SearchRunner], resources: Resources) -> int:
 def take_turns(runners: Sequence[SearchRunner]) -> Iterator[Trial | None]:
     """The trials of all runners: the next of the first that need not wait, None if all wait."""
     proposals = [runner.proposals() for runner in runners]
-    over = object()
     while proposals:
-        ready = None
+        ready: Trial | None = None
         for source in [*proposals]:
-            trial = next(source, over)
-            if trial is over:
+            try:
+                ready = next(source)
+            except StopIteration:
                 proposals.remove(source)
-            elif isinstance(trial, Trial):
-                ready = trial
+            if ready:
                 break
         if proposals:
             yield ready
@@ -165,9 +157,8 @@ class Proposals(Searcher):
 
 
 class Watch(tune.Callback):
-    """Reads what the trials report while Ray Tune runs them, and ends those that hang.
-
-    The runners show what has changed, and more rarely save it.
+    """Reads what the trials report while Ray Tune runs them, and ends those that hang. The runners
+    show what has changed, and more rarely save it.
     """
 
     def __init__(
@@ -216,7 +207,6 @@ class Watch(tune.Callback):
             self._end(ours, result.get("failed"))
 
     def _end(self, ours: Trial, failed: str | None = None) -> None:
-        """A trial runs no more; `failed`: why it failed."""
         if failed is not None:
             ours.fail(failed)
         self._timeouts.end(ours)
@@ -252,11 +242,12 @@ class Watch(tune.Callback):
                 ray.kill(actor)
         if self._changed:
             self._changed = False
+            saves = now - self._saved > SAVE
             for runner in self._runners:
                 runner.on_change(runner)
-                if now - self._saved > SAVE:
+                if saves:
                     runner.save()
-            self._saved = now if now - self._saved > SAVE else self._saved
+            self._saved = now if saves else self._saved
 
     def _check_cluster(self, trials: list, now: float) -> None:
         """Raises `RunError` where the cluster was too small for any trial for `LOST` seconds."""
@@ -272,15 +263,13 @@ class Watch(tune.Callback):
 
 
 def _tune(runner: SearchRunner, proposals: Proposals, watch: Watch) -> str | None:
-    """Has Ray Tune run what `proposals` hands out; what cut it off, if anything did.
-
-    Ray Tune's own state is of no use afterwards and is removed.
+    """Has Ray Tune run what `proposals` hands out; what cut it off, if anything did. Its own state
+    is of no use afterwards and is removed.
     """
     # enough trials wait for a place that the next one is there when one is free
     pending = min(max(2, int(ray.cluster_resources().get("CPU", 1)) + 1), 200)
     os.environ.update(SETTINGS, TUNE_MAX_PENDING_TRIALS_PG=str(pending))
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
-    error = None
     try:
         with tempfile.TemporaryDirectory(
             prefix=".tune-", dir=runner.folder, ignore_cleanup_errors=True
@@ -299,18 +288,16 @@ def _tune(runner: SearchRunner, proposals: Proposals, watch: Watch) -> str | Non
                 storage_path=folder,
                 verbose=0,
             )
+        return None
     except StopTune as stop:
-        error = stop.error
+        (error,) = stop.args
     except (OSError, FileError) as full:  # the disk is full
         return f"{describe(full)}; it continues with --resume"
-    if error:
-        gc.collect()  # what Ray Tune held of the cluster goes with its objects
-        raise error
-    return None
+    gc.collect()  # what Ray Tune held of the cluster goes with its objects
+    raise error
 
 
 def work(trial: Trial, runner: SearchRunner, resources: Resources) -> dict[str, Any]:
-    """The config of `TrialActor` for a trial."""
     address = storage.origin(trial.folder)
     root = resources.root
     return {
@@ -338,7 +325,6 @@ class TrialActor(tune.Trainable):
     Tune reuses it.
 
     Each `step` is an evaluation of the model: `round` (rounds done), the metrics, and the epsilons.
-
     The last has `done` and `over`, and `failed` (a message) or `refused` (the three parts of a
     `ConfigError`) unless the run went well.
     """

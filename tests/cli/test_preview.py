@@ -7,7 +7,7 @@ from conftest import SMALL, experiment
 from raydpfl import Experiment
 from raydpfl.cli.preview import preview
 from raydpfl.errors import ConfigError
-from raydpfl.sweep import Sweep, estimate
+from raydpfl.sweep import Sweep, estimate, trials
 
 STUDY = {
     "study": {"id": "rates", "title": "Two methods", "seeds": 2},
@@ -62,7 +62,7 @@ def test_a_sweep_is_shown_complete_and_is_that_sweep(name, shown):
     assert written["local"]["momentum"] == 0.0 and "timeout" in written["sweep"]  # defaults
     said = remarks(text)
     assert said[0].endswith(f"{runs} of 4 rounds.")
-    for line in (setting.named() for setting in map(sweep.setting, sweep.tried())):
+    for line in map(trials.shown, sweep.tried()):
         assert f"  {line}" in said
     assert "All of them make an experiment." in said
 

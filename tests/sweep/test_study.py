@@ -579,7 +579,7 @@ def test_a_loss_is_better_the_smaller_and_any_number_as_the_study_says(better, p
     for partition in ("iid", "shards"):
         scores = {r["norm_mean"]: r["chosen"] for r in rows if r["data.partition"] == partition}
         assert scores[pick(scores)] and sum(scores.values()) == 1
-    assert Study.from_dict(changed("study/judge", "validation_loss")).sign == -1
+    assert Study.from_dict(changed("study/judge", "validation_loss")).about.sign == -1
 
 
 def test_a_value_whose_run_fails_is_not_chosen_and_no_failure_of_the_study(tmp_path):

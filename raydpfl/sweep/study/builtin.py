@@ -40,10 +40,8 @@ def find(name: str) -> Path:
     """The file of the study that has this id, or answers to this name. Raises `ConfigError`."""
     if known(name):
         return _named()[name]
-    expected = (
-        f"the file of a study, or one of {', '.join(paths())} "
-        "(raydpfl reproduce --list says what each shows, and what else it answers to)"
-    )
+    expected = f"the file of a study, or one of {', '.join(paths())} "
+    expected += "(raydpfl reproduce --list says what each shows, and what else it answers to)"
     raise ConfigError("study", name, expected)
 
 

@@ -76,31 +76,29 @@ class CellProgress:
             self.references = self._references(of)
         if self.references is None:
             return False
-        values = {**self.references, **cell.fixed}
-        if cell.grid:
-            chooser = of[study.chooser(cell)]
-            if chooser is self and not self.tries:
-                self.grid = {key: [*space.options] for key, space in cell.grid.items()}
-                return self.attempt(add)
-            if chooser is self and self.chosen is None:
-                return self._choose(of, add)
-            if chooser.problem:
-                why = f"{chooser.cell.named()}: {chooser.problem}"
-                raise RunError(f"no values were chosen: {why}")
-            if chooser.chosen is None:
-                return False
-            self.final = self._final(values, chooser.chosen, add)
-            for resample, choice in chooser.choices.items():
-                self.resampled[resample] = self._final(values, choice, add)
+        if not cell.grid:
+            self.final = self._final({}, add)
             return True
-        self.final = self._final(values, None, add)
+        chooser = of[study.chooser(cell)]
+        if chooser is self and not self.tries:
+            self.grid = {key: [*space.options] for key, space in cell.grid.items()}
+            return self.attempt(add)
+        if chooser is self and self.chosen is None:
+            return self._choose(of, add)
+        if chooser.problem:
+            why = f"{chooser.cell.named()}: {chooser.problem}"
+            raise RunError(f"no values were chosen: {why}")
+        if chooser.chosen is None:
+            return False
+        self.final = self._final(chooser.chosen.values, add)
+        for resample, choice in chooser.choices.items():
+            self.resampled[resample] = self._final(choice.values, add)
         return True
 
-    def _final(
-        self, values: Mapping[str, Any], choice: SearchSetting | None, add: Add
-    ) -> SearchSetting:
-        """The final runs with a choice of the values that are open."""
-        values = {**values, **{key: choice.values[key] for key in self.cell.grid if choice}}
+    def _final(self, chosen: Mapping[str, Any], add: Add) -> SearchSetting:
+        """The final runs with these of the values that are open."""
+        values = {**(self.references or {}), **self.cell.fixed}
+        values |= {key: chosen[key] for key in self.cell.grid}
         seeds = self.study.final_seeds()
         experiments = [self.cell.experiment(values, seed) for seed in seeds]
         trials = [add(self.cell.named(values), experiment) for experiment in experiments]
@@ -135,13 +133,13 @@ class CellProgress:
 
     def _choose(self, of: Mapping[StudyCell, CellProgress], add: Add) -> bool:
         """Chooses once no grid of the panel grows; whether there was anything to do."""
-        place = self.study.panel(self.cell)
+        place = self._panel(self.cell)
         panel = [
             one
             for cell, one in of.items()
-            if self.study.chooser(cell) is cell and cell.grid and self.study.panel(cell) == place
+            if self.study.chooser(cell) is cell and cell.grid and self._panel(cell) == place
+            if one.tries or not one.problem
         ]
-        panel = [one for one in panel if not one.problem or one.tries]
         if not all(one.tries and all(setting.done for setting in one.tries) for one in panel):
             return False
         if _grow(panel, add):
@@ -157,6 +155,15 @@ class CellProgress:
         self.chosen = chosen
         return True
 
+    def _panel(self, cell: StudyCell) -> tuple[Any, ...]:
+        """What the arms share whose grids grow together: the labels of all axes, and how many
+        arms stand before the cell in the line of those that take numbers of others.
+        """
+        depth, line = 0, [cell]
+        while line := [source for each in line for source in self.study.sources(each).values()]:
+            depth += 1
+        return (*cell.labels.values(), cell.accounting, depth)
+
     def choice(self, resample: Sequence[int]) -> SearchSetting | None:
         """The best of the values tried by the mean over these of their trials, the first of equals;
         None where none has a number.
@@ -164,7 +171,7 @@ class CellProgress:
         drawn = {
             replace(one, trials=[one.trials[seed] for seed in resample]): one for one in self.tries
         }
-        best = best_of(drawn, self.study.about.judge, self.study.sign)
+        best = best_of(drawn, self.study.about.judge, self.study.about.sign)
         return None if best is None else drawn[best]
 
     def ends(self) -> set[End]:
@@ -190,7 +197,9 @@ class CellProgress:
         if all(type(each) is int for each in numbers) and value == int(value):
             value = int(value)
         try:
-            self.cell.experiment({**self.tries[0].values, key: value}, self.study.seed)
+            self.cell.experiment(
+                {**self.tries[0].values, key: value}, self.study.tuning_seeds().start
+            )
         except ConfigError:
             return None
         return value

@@ -35,12 +35,10 @@ class Reference(Section):
 
 def open_values(tree: Mapping[str, Any]) -> dict[str, Options | Reference]:
     """What is open in a tree of sections, by dotted key, in the tree's order: `{tune: ..}`, values
-    to try, and `{from: ..}`, a number of another arm.
+    to try, and `{from: ..}`, a number of another arm. Raises `ConfigError` for what is neither.
 
     >>> open_values({"local": {"lr": {"tune": [0.1, 1]}}, "bounding": {"bound": 1.0}})
     {'local.lr': Options(options=(0.1, 1), ordered=False)}
-
-    Raises `ConfigError` for what is neither a list of values to try nor a number to take.
     """
     return walk(tree, _open_value)
 
@@ -75,10 +73,8 @@ def plain(name: str) -> str:
 
 def put(tree: Mapping[str, Any], changes: Mapping[str, Any], keep: bool = False) -> dict[str, Any]:
     """A copy of the tree with sections (whole) and dotted keys put in. A key that ends in `?` is
-    skipped where the section's kind, after all other changes, has no such key.
-
-    `keep`: with another kind of a section its keys stay as far as the new kind has them; else they
-    go.
+    skipped where the section's kind, after all other changes, has no such key. `keep`: with another
+    kind of a section its keys stay as far as the new kind has them; else they go.
     """
     changes = copied(dict(changes))
     firm = {name: value for name, value in changes.items() if plain(name) == name}
@@ -110,10 +106,8 @@ def private(tree: Mapping[str, Any]) -> bool:
     """Whether the noise of this tree claims any privacy; noise that cannot be made yet does."""
     section = {**DEFAULTS, **tree}["noise"]
     if isinstance(section, Mapping):
-        some = {
-            key: value.options[0] if isinstance(value, Options) else PLACEHOLDER
-            for key, value in open_values(section).items()
-        }
+        values = open_values(section).items()
+        some = {k: one.options[0] if isinstance(one, Options) else PLACEHOLDER for k, one in values}
         section = filled(section, some)
     try:
         made = choose("noise", section, noise.FAMILY, noise.Noise)
@@ -139,14 +133,15 @@ class StudyCell:
         return open_values(self.tree)
 
     @cached_property
+    def _spaces(self) -> dict[str, Options]:
+        spaces = {k: value for k, value in self._open.items() if isinstance(value, Options)}
+        return {key: Options(space.options[: self.limit]) for key, space in spaces.items()}
+
+    @property
     def grid(self) -> dict[str, Options]:
         """The values to try, by dotted key; empty where there is nothing to choose."""
-        options = {
-            key: Options(value.options[: self.limit])
-            for key, value in self._open.items()
-            if isinstance(value, Options)
-        }
-        return options if any(len(space.options) > 1 for space in options.values()) else {}
+        several = any(len(space.options) > 1 for space in self._spaces.values())
+        return self._spaces if several else {}
 
     @property
     def settings(self) -> int:
@@ -156,8 +151,7 @@ class StudyCell:
     @property
     def fixed(self) -> dict[str, Any]:
         """The values of which there is one each, where there is nothing to choose."""
-        options = {k: value for k, value in self._open.items() if isinstance(value, Options)}
-        return {key: space.options[0] for key, space in options.items() if key not in self.grid}
+        return {} if self.grid else {key: one.options[0] for key, one in self._spaces.items()}
 
     @property
     def references(self) -> dict[str, Reference]:
@@ -167,13 +161,9 @@ class StudyCell:
     def experiment(
         self, values: Mapping[str, Any], seed: int, validation: float | None = None
     ) -> Experiment:
-        """The experiment with all open values given, as a trial.
-
-        Args:
-            values: By dotted key.
-            seed: Of the run.
-            validation: The share of rows held out of a run that values are chosen by, in which the
-                test set is not looked at; None for a final run.
+        """The experiment with all open `values` given by dotted key, as a trial. `validation` is
+        the share of rows held out of a run that values are chosen by, in which the test set is not
+        looked at; None for a final run.
         """
         key = repr((sorted(values.items()), seed, validation))
         if key not in self._experiments:
@@ -200,9 +190,8 @@ class StudyCell:
 
     def named(self, values: Mapping[str, Any] | None = None) -> str:
         """Its name in print, with these of its values."""
-        labels = {axis: name for axis, name in self.place.items() if axis != "arm" and name}
-        parts = [self.arm, *(f"{axis}={name}" for axis, name in labels.items())]
-        return " ".join([*parts, *filter(None, [shown(values or {})])])
+        labels = [f"{axis}={name}" for axis, name in self.place.items() if axis != "arm" and name]
+        return " ".join(filter(None, [self.arm, *labels, shown(values or {})]))
 
     @property
     def place(self) -> dict[str, str | None]:

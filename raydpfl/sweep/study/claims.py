@@ -43,10 +43,8 @@ class Claim(Section):
         return [(1.0, each) for each in self.larger] + [(-1.0, each) for each in self.smaller]
 
     def cells(self, labels: Mapping[str, Sequence[str]]) -> list[list[tuple[float, Labels]]]:
-        """The signed labels of all axes, by label of the axes that no side names.
-
-        Args:
-            labels: Those of every axis; empty for one that the study does not have.
+        """The signed labels of all axes, by label of the axes that no side names. `labels`: those
+        of every axis; empty for one that the study does not have.
         """
         named = {axis for _, each in self.terms for axis in each}
         free = {
@@ -62,20 +60,13 @@ class Claim(Section):
 
 
 def claim(where: str, given: Any, labels: Mapping[str, Sequence[str]]) -> Claim:
-    """The claim that an item of `study.claims` states.
-
-    Args:
-        where: Its field.
-        given: The item.
-        labels: Those of every axis of the study.
-
-    Raises:
-        ConfigError: For keys, axes and labels that there are not, and for a side that leaves open
-            what the other names.
+    """The claim that an item of `study.claims`, the field `where`, states; `labels`: those of every
+    axis of the study. Raises `ConfigError` for keys, axes and labels that there are not, and for a
+    side that leaves open what the other names.
     """
     fields = dict(given) if isinstance(given, Mapping) else {"says": given}
-    for side in ("larger", "smaller"):
-        every = fields.get(side, [] if side == "smaller" else None)
+    for side, default in (("larger", None), ("smaller", [])):
+        every = fields.get(side, default)
         every = every if isinstance(every, (list, tuple)) else [every]
         fields[side] = [_labels(f"{where}.{side}", each) for each in every]
     at = _labels(f"{where}.at", fields.get("at") or {})
@@ -110,17 +101,14 @@ def verdicts(
     labels: Mapping[str, Sequence[str]],
     values: Mapping[tuple[tuple[str, Any], ...], Any],
 ) -> list[dict[str, Any]]:
-    """What comes of each claim, for summary.json, in the order of the claims.
+    """What comes of each claim, for summary.json: `says`, `of`, `verdict` (not run: none of its
+    cells is there), the mean `difference` with its interval from `low` to `high` at the `level`,
+    `seeds`, and the numbers of `cells`, in all and by what a single one shows.
 
     Args:
         claims: Of a study.
         labels: Those of every axis.
         values: By the sorted labels of a cell, what gives its `SeedValues` of a number by name.
-
-    Returns:
-        By claim `says`, `of`, `verdict` (not run: none of its cells is there), the mean
-        `difference` with its interval from `low` to `high` at the `level`, `seeds`, and the numbers
-        of `cells`, in all and by what a single one shows.
     """
     differences = [_differences(claim, labels, values) for claim in claims]
     tested = max(sum(map(bool, differences)), 1)
@@ -133,13 +121,10 @@ def _differences(
     claim: Claim, labels: Mapping[str, Sequence[str]], values: Mapping[Any, Any]
 ) -> list[SeedValues]:
     """The difference in each of the cells that are there with all their numbers."""
-    found = []
-    for terms in claim.cells(labels):
-        there = [(sign, values.get(key(place))) for sign, place in terms]
-        known = [(sign, of(claim.of)) for sign, of in there if of is not None]
-        if len(known) == len(terms):
-            found.append(total(known))
-    return [each for each in found if each.spread().count]
+    cells = [[(sign, values.get(key(at))) for sign, at in terms] for terms in claim.cells(labels)]
+    there = [terms for terms in cells if all(of is not None for _, of in terms)]
+    differences = [total([(sign, of(claim.of)) for sign, of in terms]) for terms in there]
+    return [each for each in differences if each.spread().count]
 
 
 def key(place: Labels) -> tuple[tuple[str, Any], ...]:
@@ -148,8 +133,7 @@ def key(place: Labels) -> tuple[tuple[str, Any], ...]:
 
 
 def _verdict(claim: Claim, cells: Sequence[SeedValues], tested: int) -> dict[str, Any]:
-    facts: dict[str, Any] = {"says": claim.says, "of": claim.of, "by": claim.by}
-    facts["within"] = claim.within
+    facts = {"says": claim.says, "of": claim.of, "by": claim.by, "within": claim.within}
     if not cells:
         return {**facts, "verdict": "not run", "cells": 0}
     level = 1 - LEVEL / tested
@@ -178,13 +162,12 @@ def _outcome(claim: Claim, difference: SeedValues, level: float) -> str:
     spread = difference.spread()
     half = spread.half_width(level)  # NaN, of a single seed, resolves nothing
     low, high = spread.mean - half, spread.mean + half
-    if claim.within is not None:
-        if -claim.within <= low and high <= claim.within:
-            return "holds"
-        return "reversed" if low > claim.within or high < -claim.within else "not resolved"
-    if low > claim.by:
-        return "holds"
-    return "reversed" if high < claim.by else "not resolved"
+    if claim.within is None:
+        holds, opposite = low > claim.by, high < claim.by
+    else:
+        holds = -claim.within <= low and high <= claim.within
+        opposite = low > claim.within or high < -claim.within
+    return "holds" if holds else "reversed" if opposite else "not resolved"
 
 
 def in_words(verdict: Mapping[str, Any]) -> str:
@@ -198,5 +181,4 @@ def in_words(verdict: Mapping[str, Any]) -> str:
     several = verdict["cells"] > 1
     cells = f", {verdict['holds']} of {verdict['cells']} cells hold" if several else ""
     mean = f"{factor * verdict['difference']:+.4g}{unit}"
-    outcome = f"{verdict['verdict']}{cells}"
-    return f"{verdict['says']}: {outcome}; {number.words} {mean}{interval}"
+    return f"{verdict['says']}: {verdict['verdict']}{cells}; {number.words} {mean}{interval}"

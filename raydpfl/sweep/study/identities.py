@@ -33,16 +33,13 @@ def identity(
     cells: Iterable[StudyCell],
     placements: Sequence[Mapping[str, str | None]],
 ) -> Identity:
-    """The identity that an item of `study.same_bits` claims.
+    """The identity that an item of `study.same_bits`, the field `where`, claims. Raises
+    `ConfigError` for arms that the study does not have, and for labels without two of them.
 
     Args:
-        where: Its field.
-        claim: The item.
+        where, claim: See above.
         cells: Those of the scale, which may have none where the claim could be tested.
         placements: The labels of all cells at any scale, `arm` the last of them.
-
-    Raises:
-        ConfigError: For arms that the study does not have, and for labels without two of them.
     """
     given, at = split(claim)
     arms = tuple(label(name) for name in given)
@@ -69,25 +66,21 @@ def compare(
     identity: Identity, models: Mapping[StudyCell, Mapping[int, tuple[str, str] | None]]
 ) -> dict[str, Any]:
     """Whether it holds, for summary.json: `held` is None where no two runs could be compared.
-
-    Args:
-        identity: The claim.
-        models: By cell and seed, the directory of the final run and the digest of its model; None
-            for a run that has none.
+    `models` are by cell and seed the directory of the final run and the digest of its model; None
+    for a run that has none.
     """
     one_run = 0  # where all arms are one run, which says nothing
     rows: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # by whether models are equal
     for cells in identity.groups:
         place = {"labels": dict(cells[0].labels), "accounting": cells[0].accounting}
         for seed in models.get(cells[0], {}):
-            runs = [models.get(cell, {}).get(seed) for cell in cells]
-            ended = [run for run in runs if run is not None]
+            runs = {cell.arm: models.get(cell, {}).get(seed) for cell in cells}
+            ended = {arm: run for arm, run in runs.items() if run is not None}
             if len(ended) == len(cells):
-                folders, digests = zip(*ended, strict=True)
-                one_run += len({*folders}) == 1
-                equal = len({*digests}) == 1
-                of_arms = dict(zip([cell.arm for cell in cells], digests, strict=True))
-                shown = digests[0] if equal else of_arms
+                one_run += len({folder for folder, _ in ended.values()}) == 1
+                digests = {arm: digest for arm, (_, digest) in ended.items()}
+                equal = len({*digests.values()}) == 1
+                shown = digests[cells[0].arm] if equal else digests
                 rows[equal].append({"seed": seed, "model_sha256": shown, **place})
     compared = len(rows[True]) + len(rows[False])
     return {

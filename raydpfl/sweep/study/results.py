@@ -37,13 +37,8 @@ STATES = ("completed", "budget", "stopped", "failed", "running", "waiting")
 
 def final(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
     """A row per final run and cell, in the order of the cells and seeds."""
-    rows = [
-        _final_row(cell, cell.final, trial)
-        for cell in progress
-        if cell.final
-        for trial in cell.finals
-    ]
-    return _table(study, rows, {}, {})
+    settings = [(cell, cell.final) for cell in progress if cell.final]
+    return _table(study, [_final_row(cell, one, t) for cell, one in settings for t in one.trials])
 
 
 def resampled(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
@@ -56,7 +51,7 @@ def resampled(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
         for resample, setting in cell.resampled.items()
         for trial in setting.trials
     ]
-    return _table(study, rows, {"tuning_seeds": pa.string()}, {})
+    return _table(study, rows, {"tuning_seeds": pa.string()})
 
 
 def _final_row(cell: CellProgress, setting: SearchSetting, trial: Trial) -> dict[str, Any]:
@@ -78,16 +73,15 @@ def tuning(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
             row |= {judge: trial.value(judge), "chosen": setting is cell.chosen}
             rows.append(row | {"seconds": (trial.summary or {}).get("seconds")})
     columns = {judge: pa.float64(), "chosen": pa.bool_(), "seconds": pa.float64()}
-    columns |= {SPENT: pa.float64()}
-    return _table(study, rows, columns, {"judge": judge})
+    return _table(study, rows, columns | {SPENT: pa.float64()}, {"judge": judge})
 
 
-def _row(cell: CellProgress, setting: SearchSetting | None, trial: Trial) -> dict[str, Any]:
+def _row(cell: CellProgress, setting: SearchSetting, trial: Trial) -> dict[str, Any]:
     return {
         **cell.cell.place,
         "seed": trial.seed,
         "status": trial.status,
-        "values": json.dumps(setting.values if setting else {}),
+        "values": json.dumps(setting.values),
         "directory": f"trials/{trial.folder.name}",
         "reason": trial.failure() if trial.status == "failed" else None,
         "model_sha256": (trial.summary or {}).get("model_sha256"),
@@ -97,8 +91,8 @@ def _row(cell: CellProgress, setting: SearchSetting | None, trial: Trial) -> dic
 def _table(
     study: Study,
     rows: Sequence[Mapping[str, Any]],
-    columns: Mapping[str, pa.DataType],
-    metadata: Mapping[str, str],
+    columns: Mapping[str, pa.DataType] = {},
+    metadata: Mapping[str, str] = {},
 ) -> pa.Table:
     """The rows with these columns, and those of numbers that runs have, epsilons last."""
     axes = dict.fromkeys(study.axes, pa.string())
@@ -120,6 +114,7 @@ def summary(
     """
     # the directory and the digest of the model of every final run, by cell and seed
     models = {one.cell: {trial.seed: _model(trial) for trial in one.finals} for one in progress}
+    values = {key(one.cell.place): one.values for one in progress}
     identities = [compare(identity, models) for identity in study.same_bits]
     failed = _failed(progress)
     reason = _problem(failed, identities) if over else None
@@ -136,9 +131,7 @@ def summary(
         "trained": {"runs": len(runs), "private": sum(runs.values())},
         "failed": failed,
         "identities": identities,
-        "claims": verdicts(
-            study.claims, study.labels, {key(o.cell.place): o.values for o in progress}
-        ),
+        "claims": verdicts(study.claims, study.labels, values),
         "equal_arms": _equal_arms(models),
         "computed_by": {**versions(), "compiled": COMPILED, "commit": commit()},
         "tuning": _choice(study, progress, runs),
@@ -178,11 +171,9 @@ def _failed(progress: Sequence[CellProgress]) -> list[dict[str, str]]:
         name = one.cell.named()
         if one.problem:
             failed[name] = {"cell": name, "reason": one.problem}
-        for trial in one.finals:
-            if trial.status == "failed":
-                place = f"trials/{trial.folder.name}"
-                facts = {"directory": place, "cell": trial.named(), "reason": trial.failure()}
-                failed[place] = facts
+        for trial in [trial for trial in one.finals if trial.status == "failed"]:
+            place = f"trials/{trial.folder.name}"
+            failed[place] = {"directory": place, "cell": trial.named(), "reason": trial.failure()}
     return list(failed.values())
 
 
@@ -234,12 +225,10 @@ def _spent(study: Study, progress: Sequence[CellProgress]) -> str:
     text = ""
     if held:
         most = max(held, key=held.__getitem__)
-        one = next(one for name, one in spent if name == most)
-        text += f" {one.words(f'all runs tried in {most} together (no other cell spends more)')}"
-        text += " It is spent next to that of the final runs."
-        text += leaves_out(
-            study.about.judge, next(one.tries[0].experiment for one in progress if one.tries)
-        )
+        words = f"all runs tried in {most} together (no other cell spends more)"
+        text += f" {dict(spent)[most].words(words)} It is spent next to that of the final runs."
+        tried = next(one.tries[0].experiment for one in progress if one.tries)
+        text += leaves_out(study.about.judge, tried)
     without = [(name, one) for name, one in spent if name not in held]
     if without:
         name, one = without[0]
@@ -264,10 +253,8 @@ def _statement(study: Study, ranges: Mapping[str, Sequence[int]], private: int, 
         text += f", on {about.validation:.0%} of every client's rows, held out of training"
     text += f"; the test set was not looked at. Settings tried in a cell, by arm: {numbers}."
     if study.grow:
-        text += (
-            " Where an arm chose an end of a grid, the grids of all arms of its panel grew there"
-        )
-        text += f", by {counted(study.grow, 'value')} at most."
+        text += " Where an arm chose an end of a grid, the grids of all arms of its panel grew "
+        text += f"there, by {counted(study.grow, 'value')} at most."
     text += " The final runs have other seeds, and all rows."
     note = f", {former:,} of which are of former settings or arms," if former else ""
     return text + choice_is_a_query(private, note)

@@ -28,10 +28,7 @@ from raydpfl.sweep.tune import execute
 
 @dataclass(frozen=True)
 class StudyResult(SearchResult):
-    """A study that is over: `results` has a row per final run of every cell, `resamples` one for
-    each resample of the tuning seeds, `tuning` one per run that was tried (see
-    `raydpfl.sweep.study.results`).
-    """
+    """A study that is over, with the tables of `raydpfl.sweep.study.results`."""
 
     study: Study
     results: pa.Table
@@ -57,8 +54,8 @@ class StudyRunner(SearchRunner):
         self._root: Path | None = None
 
     def check(self, resources: Resources) -> None:
-        """Raises `ConfigError` for a run that the cluster could never hold, and for missing data:
-        of each kind of data, those of the first cell that has it.
+        """Raises `ConfigError` also for missing data: of each kind of data, those of the first cell
+        that has it.
         """
         self._root = resources.root
         seed = self.study.final_seeds().start
@@ -90,8 +87,8 @@ class StudyRunner(SearchRunner):
             tried = [(trial.folder, trial.experiment) for trial in cell.tried]
             cell.spent = together(tried, self._root)
         summary = results.summary(self.study, progress, self.folder, over) | facts
-        made = (results.final, results.resampled, results.tuning)
-        tables = [make(self.study, progress) for make in made]
+        makers = (results.final, results.resampled, results.tuning)
+        tables = [make(self.study, progress) for make in makers]
         return StudyResult(self.folder, summary, summary["reason"], self.study, *tables)
 
     def finish(self, processes: int) -> StudyResult:
@@ -115,24 +112,15 @@ def reproduce(
     on_change: Callable[[StudyRunner], object] = lambda runner: None,
 ) -> list[StudyResult]:
     """Runs studies, each into a directory of its own, and writes the report of each there
-    (`raydpfl.report`).
+    (`raydpfl.report`). The `problem` of each result says what went wrong: runs that failed, an
+    identity that is broken.
 
     Args:
         studies: what to run.
         out: a directory, a path or an address, for one study; the studies' directories are below it
             by their ids for several. None: a new one under `runs/`.
-        resume: continues what is there, as `raydpfl.sweep.run`; of a study that has changed, what
-            is new in it is run.
-        data_root, address: see `raydpfl.sweep.run`.
-        on_change: called, now and then, with the runner of each study.
-
-    Returns:
-        The results, in order; their `problem` says what went wrong: runs that failed, an identity
-        that is broken.
-
-    Raises:
-        ConfigError: a study cannot be run; nothing has been started or written.
-        RunError: all was cut off.
+        resume: continues what is there; of a study that has changed, what is new in it is run.
+        data_root, address, on_change: see `raydpfl.sweep.run`, as for what is raised.
     """
     with signals.handled(), ExitStack() as stack:
         folders = [stack.enter_context(storage.at(place)) for place in _places(studies, out)]

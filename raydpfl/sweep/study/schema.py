@@ -59,15 +59,10 @@ class About(Section):
     claims: tuple[Any, ...] = ()  # see `raydpfl.sweep.study.claims`
     scale: Literal["smoke", "small", "paper"] | None = None  # of one that was begun
 
-    def check_judge(self) -> None:
-        """Raises `ConfigError` for a judge of which nobody knows what is better."""
-        if "test_" in self.judge:
-            expected = "a number that does not look at the test set, such as validation_accuracy"
-            raise ConfigError("study.judge", self.judge, expected)
-        if not (sign(self.judge) or self.better):
-            expected = "a score of rows held out such as validation_accuracy or validation_loss, "
-            expected += "or study.better besides (larger or smaller)"
-            raise ConfigError("study.judge", self.judge, expected)
+    @property
+    def sign(self) -> int:
+        """That which makes more of the judge better; 0: nobody knows."""
+        return {"larger": 1, "smaller": -1, None: sign(self.judge)}[self.better]
 
 
 class Arm(Section):
@@ -94,23 +89,14 @@ C = TypeVar("C", Arm, Scale)
 
 @dataclass(frozen=True)
 class Study:
-    """A study at one scale.
+    """A study at one scale."""
 
-    Args:
-        given: the file's tree.
-        about: its section `study`.
-        scale: smoke, small or paper.
-        seeds: final runs of a cell.
-        place: the folder that its tables of published numbers are named from.
-        imports: the sections whose import paths are imported; None: all.
-    """
-
-    given: Tree
+    given: Tree  # of the file
     about: About
-    scale: str
-    seeds: int
-    place: Path | None = None
-    imports: tuple[str, ...] | None = None
+    scale: str  # smoke, small or paper
+    seeds: int  # final runs of a cell
+    place: Path | None = None  # the folder that its tables of published numbers are named from
+    imports: tuple[str, ...] | None = None  # sections whose import paths are imported; None: all
 
     @classmethod
     def from_dict(
@@ -127,8 +113,8 @@ class Study:
 
         Args:
             values: The file's tree.
-            scale: smoke, small or paper; default: the one that the tree says, or small.
-            seeds: How many final runs of every cell; default: as the scale or the study says.
+            scale: Default: the one that the tree says, or small.
+            seeds: Default: as the scale or the study says.
             place, imports: See `Study`.
             only: Labels by axis: the cells with others are left out.
         """
@@ -145,7 +131,7 @@ class Study:
             scales = tree["scales"] = tree.get("scales") or {}
             changes = scales[scale] = scales.get(scale) or {}
             chosen = {axis: [*names] for axis, names in only.items()}
-            changes["only"] = {**(changes.get("only") or {}), **chosen}
+            changes["only"] = (changes.get("only") or {}) | chosen
         if seeds is None:
             seeds = _scales(tree).get(scale, Scale()).seeds or about.seeds
         if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
@@ -159,11 +145,7 @@ class Study:
         cls, name: str | Path, scale: str | None = None, seeds: int | None = None, **options: Any
     ) -> Study:
         """The study of this id, or of another name that one answers to; in this file; or begun in
-        this directory. Raises `ConfigError` where there is none.
-
-        Args:
-            name: An id, another name, or a path.
-            scale, seeds, options: As `from_dict` takes them.
+        this directory. Raises `ConfigError` where there is none; the rest is as in `from_dict`.
         """
         path = Path(name)
         if path.is_dir() and (path / "study.yaml").exists():
@@ -180,9 +162,7 @@ class Study:
         return cls.from_dict(stored(folder, "study"), scale, seeds, folder, **options)
 
     def to_yaml(self) -> str:
-        """The file with its scale and number of seeds; a study of it is this one. Its last line,
-        `...`, marks a whole file.
-        """
+        """The file with its scale and seeds, of which `...`, its last line, marks the end."""
         tree = copy.deepcopy(dict(self.given))
         tree["study"] |= {"seeds": self.seeds, "scale": self.scale}
         of_scale = (tree.get("scales") or {}).get(self.scale)
@@ -231,11 +211,6 @@ class Study:
     def show(self) -> Sequence[Tree]:
         return self.given.get("show") or ()
 
-    @property
-    def seed(self) -> int:
-        """The first of the runs that values are chosen by."""
-        return int(self.given.get("seed", 0))
-
     @cached_property
     def _scale(self) -> Scale:
         return _scales(self.given).get(self.scale, Scale())
@@ -246,19 +221,12 @@ class Study:
         return self.about.grow if self._scale.grow is None else self._scale.grow
 
     def tuning_seeds(self) -> range:
-        count = self._scale.tuning_seeds or self.about.tuning_seeds
-        return range(self.seed, self.seed + count)
+        first = int(self.given.get("seed", 0))
+        return range(first, first + (self._scale.tuning_seeds or self.about.tuning_seeds))
 
     def final_seeds(self) -> range:
         first = self.tuning_seeds().stop
         return range(first, first + self.seeds)
-
-    @property
-    def sign(self) -> int:
-        """That which makes more of the judge better."""
-        if self.about.better:
-            return 1 if self.about.better == "larger" else -1
-        return sign(self.about.judge)
 
     @property
     def axes(self) -> list[str]:
@@ -273,9 +241,7 @@ class Study:
 
     @cached_property
     def cells(self) -> list[StudyCell]:
-        """All of them: panels in the order of the file, and in each the accountings, and the
-        arms.
-        """
+        """Panels in the order of the file, in each the accountings, in each of these the arms."""
         with importing(self.imports):
             return [self._cell(place) for place in self._placements(self._scale.only)]
 
@@ -304,12 +270,13 @@ class Study:
                 yield place
 
     def _cell(self, place: Mapping[str, Any]) -> StudyCell:
-        scale = self._scale
         name, accounting = place["arm"], place["accounting"]
         arm = self.arms[name]
         tree = put({key: self.given[key] for key in self.given if key in SECTIONS}, arm.puts)
         for axis, values in self.panels.items():
-            tree = put(tree, _of_label(axis, values[place[plain(axis)]]))
+            value = values[place[plain(axis)]]
+            one = plain(axis) in SECTIONS or "." in axis  # else several sections and dotted keys
+            tree = put(tree, {axis: value} if one else _puts(f"panels.{axis}", value))
         if accounting is not None and private(tree):
             meaning = arm.accounting.get(accounting, self.accounting[accounting])
             if meaning is None:
@@ -317,14 +284,13 @@ class Study:
                 expected = "dotted keys, as study.accounting has no meaning for all arms"
                 raise ConfigError(where, None, expected)
             tree = put(tree, meaning)
-        tree = put(tree, scale.puts, keep=True)
+        tree = put(tree, self._scale.puts, keep=True)
         labels = {axis: place[axis] for axis in self.axes}
-        return StudyCell(name, labels, accounting, tree, scale.tries, self.imports)
+        return StudyCell(name, labels, accounting, tree, self._scale.tries, self.imports)
 
     def published(self) -> dict[str, Path]:
         """The tables of published numbers that its outputs name, by that name: files next to the
         study or below, in a folder `published` there, or among those that come with the package.
-
         Raises `ConfigError` for one that does not exist.
         """
         tables = {}
@@ -343,7 +309,6 @@ class Study:
 
     def chooser(self, cell: StudyCell) -> StudyCell:
         """The cell whose choice of values this one takes: itself, or that at `study.chosen_at`.
-
         Raises `ConfigError` where there is none with the same values to try.
         """
         labels = {axis: label(name) for axis, name in self.about.chosen_at.items()}
@@ -354,15 +319,6 @@ class Study:
                 return each
         expected = f"labels at which {cell.arm} stands with the same values to try"
         raise ConfigError("study.chosen_at", dict(self.about.chosen_at), expected)
-
-    def panel(self, cell: StudyCell) -> tuple[Any, ...]:
-        """What the arms share whose grids grow together: the labels of all axes, and how many
-        arms stand before the cell in the line of those that take numbers of others.
-        """
-        depth, line = 0, [cell]
-        while line := [source for each in line for source in self.sources(each).values()]:
-            depth += 1
-        return (*cell.labels.values(), cell.accounting, depth)
 
     def sources(self, cell: StudyCell) -> dict[str, StudyCell]:
         """The cell that gives each number which this one takes, by dotted key."""
@@ -405,7 +361,14 @@ class Study:
 
     def _check(self) -> None:
         """Raises `ConfigError` for what cannot be run, or shown."""
-        self.about.check_judge()
+        judge = self.about.judge
+        if "test_" in judge:
+            expected = "a number that does not look at the test set, such as validation_accuracy"
+            raise ConfigError("study.judge", judge, expected)
+        if not self.about.sign:
+            expected = "a score of rows held out such as validation_accuracy or validation_loss, "
+            expected += "or study.better besides (larger or smaller)"
+            raise ConfigError("study.judge", judge, expected)
         self._check_labels()
         if not isinstance(self.show, (list, tuple)):
             raise ConfigError("show", self.show, "a list of outputs")
@@ -419,7 +382,6 @@ class Study:
                 cell.experiment(values, self.final_seeds().start)
         for _ in self.tuning_runs():
             pass
-        judge = self.about.judge
         held_out = self.about.validation or not any(cell.grid for cell in self.cells)
         if set_of(judge) == VALIDATION and not held_out:
             raise ConfigError("study.validation", 0, f"a share above 0, as study.judge is {judge}")
@@ -428,7 +390,6 @@ class Study:
         self._check_sources()
 
     def _check_labels(self) -> None:
-        """Raises `ConfigError` for labels in an `only` that the axis does not have."""
         onlys = {f"scales.{name}.only": scale.only for name, scale in _scales(self.given).items()}
         onlys |= {f"arms.{name}.only": arm.only for name, arm in self.arms.items()}
         onlys["study.chosen_at"] = _only("study.chosen_at", self.about.chosen_at)
@@ -442,7 +403,6 @@ class Study:
                     _check_one_of(f"{where}.{axis}", name, self.labels[axis])
 
     def _check_sources(self) -> None:
-        """Raises `ConfigError` for a number that no arm gives, or that waits for itself."""
         needs = {
             cell: {*self.sources(cell).values()} | ({self.chooser(cell)} - {cell})
             for cell in self.cells
@@ -457,15 +417,12 @@ class Study:
 
 
 def _check_one_of(field: str, name: Any, known: Sequence[str] | Tree) -> None:
-    """Raises `ConfigError` for a name that is none of those known."""
     if name not in known:
         raise ConfigError(field, name, f"one of {', '.join(known)}")
 
 
 def _mapping(where: str, value: Any) -> dict[str, Any]:
-    """By label; empty for None. Raises `ConfigError` for anything else, and for two keys of one
-    label.
-    """
+    """By label; empty for None."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -482,15 +439,14 @@ def _mappings(where: str, value: Any) -> dict[str, dict[str, Any]]:
 
 
 def _only(where: str, value: Any) -> Only:
-    axes = {
-        plain(axis): labels if isinstance(labels, list) else [labels]
+    return {
+        plain(axis): tuple(map(label, labels if isinstance(labels, list) else [labels]))
         for axis, labels in _mapping(where, value).items()
     }
-    return {axis: tuple(label(name) for name in labels) for axis, labels in axes.items()}
 
 
 def _puts(where: str, value: Any) -> dict[str, Any]:
-    """Sections and dotted keys. Raises `ConfigError` for a name that is neither."""
+    """Sections and dotted keys."""
     puts = _mapping(where, value)
     for name in puts:
         if plain(name) == "seed":
@@ -514,18 +470,10 @@ def _changes(cls: type[C], where: str, value: Any) -> C:
 
 
 def _scales(tree: Tree) -> dict[str, Scale]:
-    """The scales of a file."""
     scales = _mapping("scales", tree.get("scales"))
     for name in scales:
         _check_one_of("scales", name, SCALES)
     return {name: _changes(Scale, f"scales.{name}", each) for name, each in scales.items()}
-
-
-def _of_label(axis: str, value: Any) -> Tree:
-    """What a label of an axis changes: a section, a dotted key, or several of them."""
-    if plain(axis) in SECTIONS or "." in axis:
-        return {axis: value}
-    return _puts(f"panels.{axis}", value)
 
 
 def _check_evaluate(cell: StudyCell) -> None:
