@@ -112,7 +112,7 @@ def epsilon(case: Example) -> str:
         laplace=e.noise.laplace,
         factors=tuple(map(plan.factor, range(e.rounds))),
     )
-    terms = plan.terms
+    terms = e.terms
     true_curves = report_of(held, plan.rigorous, terms).curves(
         plan.counted_draws(), plan.composed_rounds
     )

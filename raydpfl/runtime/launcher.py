@@ -126,7 +126,9 @@ class Launcher:
         here = auto and not (self._address or self._group or client.num_gpus)
         nodes = self._nodes()
         left = self._free(nodes) if auto and not self._group else None
-        run = (len(plan.population), plan.chunks_of_a_round, nodes, self._elastic, plan.d)
+        assert isinstance(client.chunk, int)  # `auto` is resolved
+        chunks = max(1, round(plan.cohort / client.chunk))
+        run = (len(plan.population), chunks, nodes, self._elastic, plan.d)
         self._count = wanted(client, *run, left, here)
         if not here:
             return plan

@@ -88,7 +88,7 @@ def compose(
             expected += "(one release, or two whose difference is free of noise: noise.common)"
             raise ConfigError("RUN", other.name, expected)
         _check_people(one.name, other.name, plan, second)
-    deltas = sorted({plan.terms.delta for plan in plans})
+    deltas = sorted({plan.experiment.terms.delta for plan in plans})
     if delta is None and len(deltas) > 1:
         expected = f"one, at which all runs compose; theirs are {', '.join(map(str, deltas))}"
         raise ConfigError("--delta", None, expected)
@@ -128,7 +128,8 @@ def compose_trials(
     for same in populations.values():
         plan = same[0][1]
         whole = [(replace(run, ledger=None), each) for run, each in same]
-        joint.append(_together(whole, plan.terms.delta, rigorous(plan.named), adaptive))
+        delta = plan.experiment.terms.delta
+        joint.append(_together(whole, delta, rigorous(plan.named), adaptive))
     return joint
 
 
@@ -146,10 +147,11 @@ def best_of_trials(
         counted = release.mechanism.sampling.by_participation
         rounds = run.experiment.rounds if counted else release.rounds
         releases.append(replace(release, rounds=rounds, participations=None))
-    if len({plan.terms for plan in plans}) > 1:
+    terms = {plan.experiment.terms for plan in plans}
+    if len(terms) > 1:
         expected = "one relation and delta for all trials of a private search"
         raise ConfigError("sweep.private", repetition.runs, expected)
-    return best_of(repetition, releases, plans[0].terms.delta, rigorous(plans[0].named))
+    return best_of(repetition, releases, terms.pop().delta, rigorous(plans[0].named))
 
 
 def _plans(runs: Sequence[StoredRun], data_root: Path | None) -> list[Plan]:
@@ -266,7 +268,7 @@ def released(run: StoredRun, plan: Plan) -> RunRelease:
     return RunRelease(
         name=run.name,
         mechanism=mechanism.asking(surveys),
-        relation=plan.terms.relation,
+        relation=experiment.relation,
         rounds=composed,
         participations=max(plan.participations(rounds).values(), default=0) if known else None,
         seed=experiment.seed,

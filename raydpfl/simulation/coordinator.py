@@ -32,6 +32,7 @@ from raydpfl.simulation.pool import Inline, Pool
 from raydpfl.simulation.recorder import Recorder, joined, open_tables
 from raydpfl.simulation.resume import started, take_up
 from raydpfl.storage.run_files import Clock
+from raydpfl.training import backends
 
 
 class Coordinator:
@@ -143,18 +144,21 @@ class Coordinator:
         """Broadcasts the model; the exact sum of the cohort's contributions, float64 [d], and each
         actor's account of them.
         """
-        plan = self.plan
-        state = self.state
+        plan, state, local = self.plan, self.state, self.experiment.local
         clients = cohort.clients
-        sizes = self.experiment.local.rows_used(plan.population.sizes[clients])
-        width = self.experiment.client.chunk
+        sizes = plan.population.sizes[clients]
+        client = self.experiment.client
+        width = client.chunk
         assert isinstance(width, int)  # the plan has resolved "auto"
-        per_client = plan.weights(clients), sizes, width, plan.step_stds(clients)
+        steps = plan.mechanism.step_stds if plan.mechanism else None
+        stds = None if steps is None else steps[clients]
+        costs = backends.costs(client.backend, local, sizes, plan.d, gpu=client.num_gpus > 0)
         limits = None
         if plan.individual:
             std, spent = plan.sum_std(t, state.bound), state.states["individual"]
             limits = plan.individual.limits(clients, std, spent)
-        cut = scheduler.chunks(cohort, *per_client, plan.chunk_costs(clients), limits)
+        per_client = plan.weights(clients), local.rows_used(sizes), width, stds, costs, limits
+        cut = scheduler.chunks(cohort, *per_client)
         shares = self.pool.assign([state.memory.with_states(chunk) for chunk in cut])
         std = plan.client_std(t, state.bound)
         most = None if state.bound is None else state.bound * plan.weight

@@ -31,10 +31,9 @@ from raydpfl.methods.population import client_weights
 from raydpfl.methods.probes import Problem
 from raydpfl.methods.selection import Population
 from raydpfl.models.tasks import Form
-from raydpfl.privacy import Guarantee, Mechanism, Release, ReleaseReport, Segment, Terms
+from raydpfl.privacy import Guarantee, Mechanism, Release, ReleaseReport, Segment
 from raydpfl.privacy.individual import IndividualBudgets
 from raydpfl.privacy.integer_noise import Lattice
-from raydpfl.training import backends
 
 log = logging.getLogger("raydpfl")
 # What may differ between a run and its resumption: where it runs and what it shows, never what it
@@ -80,13 +79,6 @@ class Plan:
     def cohort(self) -> int:
         """The nominal size of a cohort."""
         return self.experiment.selection.sampling(self.population).cohort
-
-    @property
-    def chunks_of_a_round(self) -> int:
-        """The nominal number of chunks of a cohort."""
-        chunk = self.experiment.client.chunk
-        assert isinstance(chunk, int)  # `auto` is resolved
-        return max(1, round(self.cohort / chunk))
 
     def problem(self, shards: Shards) -> Problem:
         """What the run is to solve, as probes are shown it."""
@@ -193,14 +185,10 @@ class Plan:
         return len(self.history)
 
     @property
-    def repeated(self) -> int:
-        """How many releases there were in addition to those of the rounds as they count now."""
-        return sum(map(len, self.history)) - self.first
-
-    @property
     def composed_before(self) -> int:
-        """How many rounds accountants compose in addition to `composed_rounds`: those `repeated`;
-        where rounds of an epoch depend on each other, every epoch that a segment touches in full.
+        """How many rounds accountants compose in addition to `composed_rounds`: those released
+        again; where rounds of an epoch depend on each other, every epoch that a segment touches in
+        full.
         """
         sums = self.mechanism if self.mechanism and not self.mechanism.by_draws else None
         epoch = (sums and sums.cohorts and sums.cohorts.epoch) or 1
@@ -226,9 +214,7 @@ class Plan:
 
     @property
     def seed(self) -> int:
-        """The seed of batches, of randomness inside modules and of secret cohorts, from round
-        `first` on.
-        """
+        """Of batches, of randomness inside modules and of secret cohorts, from `first` on."""
         return seed_of(self.experiment.seed, self.restart)
 
     @cached_property
@@ -271,11 +257,10 @@ class Plan:
         """
         experiment = self.experiment.evaluate
         asked = experiment.model_dump(mode="json", include={"histogram", "validation", "every"})
-        metric = experiment.per_client.meaning() if experiment.per_client else None
-        rules = [
-            rule.meaning() for rule in (experiment.fine_tune, self.experiment.personal) if rule
-        ]
-        return _digest64(["survey", self.noise_seed, asked, metric, *rules])
+        metric = experiment.per_client and experiment.per_client.meaning()
+        rules = filter(None, (experiment.fine_tune, self.experiment.personal))
+        facts = ["survey", self.noise_seed, asked, metric, *(rule.meaning() for rule in rules)]
+        return _digest64(facts)
 
     def _release_config(self) -> dict[str, Any]:
         """What of the experiment a release depends on, but for seed and size of its noise."""
@@ -325,18 +310,14 @@ class Plan:
         """Why an accountant does not cover the mechanism, in words; None if it does."""
         if self.mechanism is None or self.mechanism.by_draws:
             return None
-        return privacy.covers(accountant, cast(Mechanism, self.mechanism), self.terms.relation)
+        mechanism = cast(Mechanism, self.mechanism)
+        return privacy.covers(accountant, mechanism, self.experiment.relation)
 
     @cached_property
     def report(self) -> ReleaseReport:
         """What the mechanism costs, by the accountants of `named`."""
         assert self.mechanism is not None
-        return privacy.report_of(self.mechanism, self.named, self.terms)
-
-    @property
-    def terms(self) -> Terms:
-        """What guarantees are asked for at."""
-        return self.experiment.terms
+        return privacy.report_of(self.mechanism, self.named, self.experiment.terms)
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -354,13 +335,12 @@ class Plan:
 
         Raises `RunError` for one above `weight`, which is what the accountants count on.
         """
-        weights = client_weights(
-            self.experiment.weights, self.experiment.selection, self.population
-        )[clients]
+        member = self.experiment.weights
+        weights = client_weights(member, self.experiment.selection, self.population)[clients]
         heaviest = float(np.abs(weights).max(initial=0.0))
         if not heaviest <= self.weight:
             raise RunError(
-                f"weights.kind {self.experiment.weights.kind} gives a client weight {heaviest:g}, "
+                f"weights.kind {member.kind} gives a client weight {heaviest:g}, "
                 f"above the {self.weight:g} that was accounted for"
             )
         return weights
@@ -405,22 +385,6 @@ class Plan:
         """
         return self.experiment.noise.client_std(self.drawn_std(t, bound), self.clients_left)
 
-    def step_stds(self, clients: np.ndarray) -> np.ndarray | None:
-        """Stds float64 [r] of the noise of these clients on the mean gradient of every local step;
-        None when there is none.
-        """
-        stds = self.mechanism.step_stds if self.mechanism else None
-        return None if stds is None else stds[clients]
-
-    def chunk_costs(self, clients: np.ndarray) -> np.ndarray | None:
-        """What chunks of these clients are cut by, float64 [3, r]; see
-        `raydpfl.training.backends.base.Backend.costs`.
-        """
-        client = self.experiment.client
-        sizes = self.population.sizes[clients]
-        local = self.experiment.local
-        return backends.costs(client.backend, local, sizes, self.d, gpu=client.num_gpus > 0)
-
     def check_guarantees(self) -> None:
         """Warns of what a reader of the results should know; raises `BudgetError` when the claimed
         guarantee of a client will not hold, which is a warning where rounds were released twice.
@@ -434,7 +398,8 @@ class Plan:
         warnings = [SLOW if half and not hardware.has_bfloat16() else None]
         warnings += [_classes(Shards.open(self.shards)), *experiment.warnings()]
         if mechanism:
-            warnings.append(privacy.loose(self.terms.delta, mechanism.largest, mechanism.unit))
+            delta = experiment.terms.delta
+            warnings.append(privacy.loose(delta, mechanism.largest, mechanism.unit))
             warnings += self.report.warnings(participations)
         for warning in filter(None, warnings):
             log.warning(warning)
@@ -511,18 +476,6 @@ class Plan:
         if self.individual:
             held += self.individual.guarantees(cast(Mechanism, self.mechanism))
         return held
-
-    def of_the_chosen(self, rounds: int, chosen: Mapping[int, int]) -> list[Guarantee]:
-        """As `guarantees`, counting only how often losses have chosen the clients: none of these is
-        proved. Empty where all who are exposed are counted.
-        """
-        uncounted = self.experiment.selection.uncounted
-        if not self.mechanism or rounds == 0 or uncounted is None:
-            return []
-        return [
-            guarantee.leaving_out(uncounted, "chosen")
-            for guarantee in self.report.guarantees(chosen, rounds)
-        ]
 
 
 def seed_of(seed: int, restart: int) -> int:

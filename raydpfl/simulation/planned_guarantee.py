@@ -67,7 +67,7 @@ def _of_cohorts(plan: Plan, mechanism: Mechanism, seen: Counter) -> Budget:
     target = experiment.noise.target()
     unknown: Unknown = "epsilon" if target is None else "noise"
     most = max(seen.values(), default=1) if experiment.noise.stands_for is None else None
-    terms = plan.terms
+    terms = experiment.terms
     individual = tuple(plan.individual.guarantees(mechanism)) if plan.individual else ()
     return Budget(
         mechanism, terms.relation, terms.delta, unknown, target, 1, most, terms.v, run=mechanism,
