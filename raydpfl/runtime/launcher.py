@@ -107,11 +107,8 @@ class Launcher:
 
     def decide(self, plan: Plan) -> Plan:
         """The plan with the number of client actors, and with what its clients' GPUs compute like
-        where this process has none: a node of the cluster is asked.
-
-        Raises:
-            ConfigError: the actors do not fit, or torch has no GPU there.
-            RunError: no GPU is free.
+        where this process has none: a node of the cluster is asked. Raises `ConfigError` where the
+        actors do not fit or torch has no GPU there, `RunError` where no GPU is free.
         """
         client = plan.experiment.client
         if client.actors == 0:
@@ -125,7 +122,11 @@ class Launcher:
         auto = client.actors == "auto"
         here = auto and not (self._address or self._group or client.num_gpus)
         nodes = self._nodes()
-        left = self._free(nodes) if auto and not self._group else None
+        left = None
+        if auto and self._elastic:
+            left = {**nodes[0], "CPU": max(1.0, nodes[0]["CPU"] - at_work())}
+        elif auto and not self._group:
+            left = free()
         assert isinstance(client.chunk, int)  # `auto` is resolved
         chunks = max(1, round(plan.cohort / client.chunk))
         run = (len(plan.population), chunks, nodes, self._elastic, plan.d)
@@ -162,13 +163,6 @@ class Launcher:
 
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
-    def _free(self, nodes: list[dict[str, float]]) -> dict[str, float]:
-        """What other runs have left of the nodes."""
-        if not self._elastic:
-            return free()
-        (here,) = nodes
-        return {**here, "CPU": max(1.0, here["CPU"] - at_work())}
-
     def _gpu_facts(self, gpus: float) -> dict[str, str]:
         """`raydpfl.core.device.facts` of a node of the cluster, or of the placement group."""
         import ray
@@ -195,7 +189,7 @@ class Launcher:
         on_stage: Callable[[str], object] = lambda what: None,
     ) -> Call:
         """`call(method, *arguments)` on the coordinator, which is started: an actor on this node,
-        or a plain object in this process. `on_stage` is given how many client actors have started.
+        or a plain object in this process. `on_stage` is given what is done meanwhile, in words.
         """
         with contained():
             pool = self._started(plan, on_stage) if self._count else None
