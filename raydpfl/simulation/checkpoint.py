@@ -111,9 +111,8 @@ def load(
             more = "without any checkpoint the run would start again from its first round"
             raise RunError(f"no checkpoint can be gone on with; {changed} ({more})")
         if passed:
-            passed.append(
-                f"no checkpoint in {folder} can be read: the run starts again from its first round"
-            )
+            start = "the run starts again from its first round"
+            passed.append(f"no checkpoint in {folder} can be read: {start}")
     for warning in passed:
         log.warning(warning)
     return checkpoint

@@ -64,21 +64,21 @@ class StoredRun:
         """What tells its noise from that of others, in its ledger; empty: it has not begun."""
         return str(self.ledger[-1]["key"]) if self.ledger else ""
 
+    @property
+    def rounds(self) -> int:
+        """Those that count: in its ledger, or all."""
+        if self.ledger is None:
+            return self.experiment.rounds
+        return self.ledger[-1]["round"] + 1 if self.ledger else 0
+
 
 def compose(
     runs: Sequence[StoredRun], data_root: Path | None = None, delta: float | None = None
 ) -> Composition:
     """What holds against an observer of all the runs, by the rigorous accountants that any of them
-    names.
-
-    Args:
-        runs: at least one; nothing is trained.
-        data_root: the folder of data sets.
-        delta: of the guarantees; None: that of all runs.
-
-    Raises:
-        ConfigError: a run has no noise, runs have different clients, the same noise or different
-            deltas, or some protect clients and others samples.
+    names, at `delta` (None: that of all runs). Nothing is trained. Raises `ConfigError` where a run
+    has no noise, runs have different clients, the same noise or different deltas, or some protect
+    clients and others samples.
     """
     plans = [_plan(run, data_root) for run in runs]
     _check_steps(runs, plans)
@@ -201,9 +201,7 @@ def _check_steps(runs: Sequence[StoredRun], plans: Sequence[Plan]) -> None:
 
 
 def _check_people(name: str, other: str, plan: Plan, second: Plan) -> None:
-    """Raises `ConfigError` unless two runs have the same clients, with the same rows but for those
-    that clients hold out.
-    """
+    """Raises `ConfigError` unless two runs have the same clients, held-out rows aside."""
     if _people(plan) == _people(second) or _rows(plan) == _rows(second):
         return
     why = "their data sections differ"
@@ -227,31 +225,26 @@ def _people(plan: Plan) -> Any:
 def _rows(plan: Plan) -> list[Any]:
     """Digests of the rows of the clients."""
     files = json.loads((plan.shards / "digests.json").read_text())["files"]
-    return [files.get(f"{name}.arrow", plan.shards.name) for name in ("train", "clients")] + [
-        files.get("rows.arrow")
-    ]
+    stored = [files.get(f"{name}.arrow", plan.shards.name) for name in ("train", "clients")]
+    return [*stored, files.get("rows.arrow")]
 
 
 def released_by_steps(run: StoredRun, plan: Plan) -> StepsRelease:
     """What a run with noise at local steps has released."""
-    lines = run.ledger
-    rounds = plan.experiment.rounds if lines is None else lines[-1]["round"] + 1 if lines else 0
     release = cast(LocalSteps, plan.mechanism)
     counts = np.zeros(len(release.samples), np.int64)
     cohorts = []
-    for clients in plan.draws(rounds):
+    for clients in plan.draws(run.rounds):
         np.add.at(counts, clients, 1)
         cohorts.append(hashlib.sha256(clients.tobytes()).hexdigest())
-    e = plan.experiment
-    rows = f"{release.sampling}, {e.evaluate.held_out}"
-    return StepsRelease(run.name, release, counts, e.seed, tuple(cohorts), rows)
+    rows = f"{release.sampling}, {plan.experiment.evaluate.held_out}"
+    return StepsRelease(run.name, release, counts, plan.experiment.seed, tuple(cohorts), rows)
 
 
 def released(run: StoredRun, plan: Plan) -> RunRelease:
     """What a run has released."""
     experiment = plan.experiment
-    lines = run.ledger
-    rounds = experiment.rounds if lines is None else lines[-1]["round"] + 1 if lines else 0
+    lines, rounds = run.ledger, run.rounds
     repeated = len(lines) - rounds if lines else 0  # released again, with noise and cohorts anew
     composed = int(plan.composed_rounds[rounds - 1]) + repeated if rounds else 0
     mechanism = cast(Mechanism, plan.mechanism)

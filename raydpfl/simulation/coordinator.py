@@ -59,8 +59,8 @@ class Coordinator:
         self._fresh_noise = fresh_noise
 
     def start(self) -> tuple[int, list[str]]:
-        """Takes up the run where it stands and starts its clients; the id of this process, and what
-        that warned of. Raises `RunError` for a run directory that contradicts itself.
+        """Takes up the run and starts its clients; the id of this process, and the warnings. Raises
+        `RunError` for a run directory that contradicts itself.
         """
         with captured_warnings() as warnings:
             self._take_up()
@@ -79,9 +79,8 @@ class Coordinator:
         self.state = state or RunState(0, model, bound, started(plan))
         std = plan.drawn_std if plan.mechanism else None
         check_whitening(plan)
-        self.noise = MonitoredNoise(
-            self.experiment.noise, plan.noise_seed, plan.d, self.state.t, std
-        )
+        drawn = (plan.noise_seed, plan.d, self.state.t, std)
+        self.noise = MonitoredNoise(self.experiment.noise, *drawn)
         self.monitor = sampling_monitor.of_run(plan, self.state.t, self.accounts.draws)
         # This may be a worker of Ray's, under other settings than the run's.
         provenance.check_node(platform.node(), plan.platform)
@@ -106,9 +105,9 @@ class Coordinator:
         total, results = self.collect(t, cohort)
         columns = joined(results)
         if self.plan.individual and len(cohort):
-            std = self.plan.sum_std(t, state.bound)
-            spent = columns["client"], columns.pop("contribution"), std, state.states["individual"]
-            self.plan.individual.spend(*spent)
+            std, spent = self.plan.sum_std(t, state.bound), state.states["individual"]
+            lengths = columns.pop("contribution")
+            self.plan.individual.spend(columns["client"], lengths, std, spent)
         clock.lap("collect")
         update = self.aggregate(t, cohort, self.release(t, total))
         model = state.model.astype(np.float64)
@@ -175,10 +174,8 @@ class Coordinator:
         experiment = self.experiment
         members: dict[str, Any] = {"bounding": experiment.bounding, "local": experiment.local}
         members |= {f"measure.{probe.kind}": probe for probe in experiment.measure}
-        states = {
-            name: member.broadcast_state(self.state.states[name])
-            for name, member in members.items()
-        }
+        given = self.state.states
+        states = {name: member.broadcast_state(given[name]) for name, member in members.items()}
         return Broadcast(self.state.model, {name: state for name, state in states.items() if state})
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
@@ -234,18 +231,17 @@ class Coordinator:
         by_query = bounding.answers(columns, self.state.bound)
         sums = {}
         for query in bounding.queries():
+            said = f"bounding.kind {bounding.kind}"
             if query.name not in by_query:
+                named = ", ".join(by_query) or "nothing"
                 raise RunError(
-                    f"bounding.kind {bounding.kind} gives no answers to its query {query.name}; "
-                    f"it answers {', '.join(by_query) or 'nothing'}"
+                    f"{said} gives no answers to its query {query.name}; it answers {named}"
                 )
             answers = np.nan_to_num(by_query[query.name])
-            if not (np.abs(answers) <= query.bound).all():
-                worst = float(np.abs(answers).max())
-                raise RunError(
-                    f"bounding.kind {bounding.kind} answers its query {query.name} with "
-                    f"{worst:g}, above its bound of {query.bound:g}"
-                )
+            worst = float(np.abs(answers).max(initial=0.0))
+            if not worst <= query.bound:
+                above = f"{worst:g}, above its bound of {query.bound:g}"
+                raise RunError(f"{said} answers its query {query.name} with {above}")
             std = plan.side_stds.get(query.name, 0.0) * plan.factor(t)
             who = (cohort.clients, cohort.draws, plan.clients_left)
             side_query = SideQuery(query.name, plan.noise_seed, t, std, *who)
@@ -287,7 +283,7 @@ class Coordinator:
         return self.record.afterwards(run, seconds)
 
     def measured_after(self) -> dict[str, Any]:
-        """What that came to, for the summary."""
+        """The results of `measure_after`, for the summary."""
         return self.record.measured_after()
 
     def parameters(self) -> np.ndarray:

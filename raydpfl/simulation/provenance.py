@@ -77,13 +77,10 @@ def commit() -> str | None:
 
 @functools.cache
 def capability() -> dict[str, str]:
-    """How this process computes.
-
-    Returns:
-        `cpu`, torch's vector instructions; `products`, whether MKL takes the processor for Intel's;
-        `settings`, environment variables that affect products; `arithmetic`, a digest of products,
-        convolutions, sums and elementary functions in float32 and float64, on one thread (about 10
-        ms); and where compiled code does not draw or train to `COMPILED`, `native`, its digest.
+    """How this process computes: `cpu`, torch's vector instructions; `products`, whether MKL takes
+    the processor for Intel's; `settings`, environment variables that affect products; `arithmetic`,
+    a digest of products, convolutions, sums and elementary functions in float32 and float64, on one
+    thread (10 ms); and where compiled code does not draw or train to `COMPILED`, `native`, its own.
     """
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
     facts = {
@@ -218,7 +215,7 @@ def differences(stored: Mapping[str, str], now: Mapping[str, str]) -> str:
         before, after = stored.get(name), now.get(name)
         if before == after:
             continue
-        if name.startswith(digests) and before is not None and after is not None:
+        if name.startswith(digests) and None not in (before, after):
             words.append(f"{name} has changed")
         else:
             words.append(f"{name} was {before or 'unset'}, now {after or 'unset'}")

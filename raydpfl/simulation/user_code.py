@@ -48,39 +48,27 @@ PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 
 def in_training(experiment: Experiment) -> bool:
     """Whether user-defined code takes part in what a client does."""
-    members = (
-        experiment.local,
-        experiment.bounding,
-        experiment.model,
-        experiment.evaluate.fine_tune,
-        experiment.personal,
-    )
-    return any(member is not None and member.is_user_defined for member in members)
+    members = (experiment.local, experiment.bounding, experiment.model)
+    personal = (experiment.evaluate.fine_tune, experiment.personal)
+    return any(member.is_user_defined for member in (*members, *filter(None, personal)))
 
 
 def in_run(experiment: Experiment) -> bool:
     """Whether user-defined code takes part in anything that a process of the run does."""
-    members = (
-        experiment.noise,
-        experiment.selection,
-        experiment.data.task,
-        *experiment.measure,
-        *experiment.metrics,
-    )
-    return in_training(experiment) or any(member.is_user_defined for member in members)
+    members = (experiment.noise, experiment.selection, experiment.data.task)
+    several = (*members, *experiment.measure, *experiment.metrics)
+    return in_training(experiment) or any(member.is_user_defined for member in several)
 
 
 # --- what it does ---
 
 
 def sources(experiment: BaseModel) -> dict[str, str]:
-    """Digests of the user-defined code that the experiment names: 16 hexadecimal digits by
-    "code MODULE:NAME".
-
-    A digest covers the module and all user-defined modules that it imports, even if only when a
-    function runs: their statements, without comments, docstrings and formatting. For code without a
-    file, typed into an interpreter, it covers the code itself and what it names, and for a model of
-    transformers the version.
+    """Digests of the user-defined code that the experiment names, by "code MODULE:NAME": 16
+    hexadecimal digits of the module and all user-defined modules that it imports, even if only when
+    a function runs: their statements, without comments, docstrings and formatting; of code without
+    a file, typed into an interpreter, the code itself and what it names; of a model of transformers
+    the version.
     """
     texts = {}
     for name, module, member in _user_defined(experiment):
@@ -288,10 +276,8 @@ def store_code(experiments: Iterable[BaseModel], folder: Path, fresh: bool = Fal
 @contextmanager
 def stored_code(run: str | Path, first: bool = False) -> Iterator[Path | None]:
     """Within, the user-defined modules of the directory of a run (or its address) are imported
-    where there are no others of their names.
-
-    `first`: they are also imported where others of their names differ, with a warning. Raises
-    `ConfigError` where another user can write them, or one that differs has been imported.
+    where there are no others of their names; if `first` also where others differ, with a warning.
+    Raises `ConfigError` where another user can write them, or one that differs has been imported.
     """
     with storage.reading(run, "config", lambda name: name.startswith(f"{KEPT}/")) as folder:
         place = Path(os.path.abspath(folder / KEPT))
@@ -356,11 +342,7 @@ def _warn(other: Mapping[str, tuple[Path, Path | None]], place: Path) -> None:
         path, here = other[name]
         expected = f"a process that has not imported another {name} ({here})"
         raise ConfigError("code", str(path), expected)
-    differ = [str(here) for _, here in other.values() if here]
+    differ = ", ".join(str(here) for _, here in other.values() if here)
     if differ:
-        log.warning(
-            "%s differs from what the run began with, stored in %s: that is used; "
-            "--fresh-noise would take the new code",
-            ", ".join(differ),
-            place,
-        )
+        said = "%s differs from what the run began with, stored in %s: that is used; "
+        log.warning(f"{said}--fresh-noise would take the new code", differ, place)

@@ -127,9 +127,7 @@ class ClientActor:
             raise ConfigError("model.kind", kind, f"{expected} ({in_line(error)})") from None
 
     def train(self, broadcast: Broadcast, work: Work, chunks: Sequence[Chunk]) -> ChunkResult:
-        """The exact sum of what the clients of these chunks send, and the columns recorded of
-        them.
-        """
+        """The exact sum of what clients of these chunks send, and the columns recorded of them."""
         with contained(f"round {work.t}"):
             began = time.perf_counter()
             self.trainer.seed = work.seed
@@ -221,10 +219,8 @@ class ClientActor:
                     parts.append(self.form.task.loss(self.module(x[0]), y[0]).double())
             every = torch.cat(parts).cpu().numpy() if parts else np.empty(0)
         by_client = np.split(every, np.cumsum([len(part) for part in parts])[:-1])
-        return [
-            selection.answer(losses, noise_seed, t, client)
-            for client, losses in zip(clients, by_client, strict=False)
-        ]
+        pairs = zip(clients, by_client, strict=False)
+        return [selection.answer(losses, noise_seed, t, client) for client, losses in pairs]
 
     @contained("an evaluation of the model")
     def evaluate(

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from traceback import clear_frames
 
@@ -44,25 +44,20 @@ class ClientProgress:
         self._client[0] = client
 
 
+@dataclass
 class ChunkTraining:
     """Trains chunks of clients with one trainer, on rows from `rows`."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        rows: Rows,
-        trainer: Trainer,
-        personal: LocalParameters,
-        progress: ClientProgress,
-    ):
-        self.experiment = experiment
-        self.local = experiment.local
-        self.rows = rows
-        self.trainer = trainer
-        self.personal = personal
-        self.progress = progress
-        self.device = trainer.device
-        self._parts = 1  # that a chunk is trained in, as the device's memory is too small for it
+    experiment: Experiment
+    rows: Rows
+    trainer: Trainer
+    personal: LocalParameters
+    progress: ClientProgress
+    _parts: int = 1  # that a chunk is trained in, as the device's memory is too small for it
+
+    def __post_init__(self) -> None:
+        self.local = self.experiment.local
+        self.device = self.trainer.device
 
     def train(
         self,
@@ -129,9 +124,8 @@ class ChunkTraining:
             state.drop(slot, detail)
         others = members.copy()
         others[list(failures)] = -1
-        trained = (
-            single for block in self._within_memory(state, others) for single in block.singles()
-        )
+        blocks = self._within_memory(state, others)
+        trained = (single for block in blocks for single in block.singles())
         for slot in np.flatnonzero(members >= 0).tolist():
             if slot in failures:
                 update = torch.full_like(state.actor.model, math.nan)[None]

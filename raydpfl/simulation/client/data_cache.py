@@ -49,10 +49,8 @@ class Rows:
         rows: int,
         picked: Sequence[np.ndarray | None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-        """See `Shards.chunk`, with tensors of the device that trains.
-
-        Raises:
-            IndexError: on a GPU, a client has a label or a token that the model does not know.
+        """See `Shards.chunk`, with tensors of the device that trains. Raises IndexError on a GPU,
+        for a label or a token that the model does not know.
         """
         x, y, n = self.shards.chunk(clients, rows, picked)
         for slot in np.flatnonzero(n).tolist() if self.device.type != "cpu" else ():
@@ -137,11 +135,11 @@ class GpuRows(Rows):
         """
         form = self.form
         sizes = np.asarray(self.shards.sizes)
-        total = int(self._first[-1])
         whole = (form.tokens, form.target.classes)
         dtypes = [torch.int64 if integers else torch.float32 for integers in whole]
-        x = torch.zeros(total + 1, *form.shape, dtype=dtypes[0], device=self.device)
-        y = torch.zeros(total + 1, *form.target.shape, dtype=dtypes[1], device=self.device)
+        rows = int(self._first[-1]) + 1
+        x = torch.zeros(rows, *form.shape, dtype=dtypes[0], device=self.device)
+        y = torch.zeros(rows, *form.target.shape, dtype=dtypes[1], device=self.device)
         first = 0
         for end in range(1, len(sizes) + 1):
             # padded to the client with most rows
