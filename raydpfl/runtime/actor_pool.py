@@ -220,9 +220,7 @@ class ActorPool:
     def _results(
         self, method: str, shared: Any, calls: Sequence[_Call]
     ) -> Iterator[tuple[int, Any]]:
-        """(index, result) of each call as they arrive. `shared`, the first argument of all, is put
-        into the object store once.
-        """
+        """(index, result) of each call as they arrive; all have `shared` as first argument."""
         stored = ray.put(shared)
         waiting = deque(calls)
         self._deaths.clear()
@@ -276,9 +274,7 @@ class ActorPool:
                 )
 
     def _wait(self, flying: Mapping[Any, _Call]) -> Any:
-        """A future that is done, of those flying or of an actor that starts; None if one is late
-        before.
-        """
+        """A future that is done, of calls or of an actor that starts; None: a call is late."""
         timeout = START_SECONDS
         if flying:
             first = min(call.until for call in flying.values())
@@ -316,9 +312,7 @@ class ActorPool:
         return None
 
     def _given_up(self, call: _Call, patience: Patience, method: str) -> bool:
-        """Whether a late call's actor was replaced; else it has more time. Raises `RunError` for a
-        call that was given up too often.
-        """
+        """Whether a late call's actor was replaced; `RunError` for one late too often."""
         busy, client = _look(self._facts.get(call.actor), 0.0 if patience.certain else WATCH)
         if busy and not patience.certain:
             call.until = time.monotonic() + call.patience
@@ -351,9 +345,7 @@ class ActorPool:
 
 
 def _look(facts: Started | None, seconds: float) -> tuple[bool, int]:
-    """Whether an actor's process takes CPU time, and the client in training there (-1: none is
-    known), by a look from its node.
-    """
+    """Whether an actor takes CPU time, and the client in training there (-1: none known)."""
     with suppress(RayError):
         if facts is not None:
             look = on_node(_seen, facts.node, max_retries=0)

@@ -76,9 +76,7 @@ def wanted(
 
 
 def _fit(d: int) -> tuple[int, float]:
-    """How many actors the memory of this machine that is free holds, for a model of d parameters,
-    and the MB of each.
-    """
+    """How many actors with models of d parameters fit in free memory, and the MB of each."""
     # An actor imports what this process has imported and shares its libraries, so it takes about
     # this one's own memory, and some models.
     memory = psutil.Process().memory_info()

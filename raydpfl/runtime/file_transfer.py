@@ -65,9 +65,7 @@ def file(path: str, node: str) -> Path:
 
 @dataclass(frozen=True)
 class RemotePreparation:
-    """`raydpfl.data.prepare` by another node, which has the source files (in its `root`) and sends
-    the folder here.
-    """
+    """`raydpfl.data.prepare` by another node, with its source files; it sends the folder."""
 
     node: str
     cache: str  # that node's folder of prepared data
@@ -84,9 +82,7 @@ Files = dict[str, tuple[int, str]]  # by name: bytes, and the digest
 
 
 def _copy(source: Path, target: Path, node: str, files: Callable[[], Files]) -> Path:
-    """Copies files of the folder `source` of another node to the folder `target` of the cache,
-    unless they are there.
-    """
+    """Copies files of a folder of another node to one of the cache, unless it is there."""
     lock = cache_root() / "arriving" / target.name
     make(lock)
     with holding(lock):

@@ -37,7 +37,10 @@ from raydpfl.runtime.session import LOOK, Session, at_work, free, on_node, raise
 from raydpfl.sections import Client
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.pool import Pool
+from raydpfl.simulation.user_code import search
 from raydpfl.training.backends import BACKENDS
+from raydpfl.training.process_settings import tune_allocator
 
 if TYPE_CHECKING:
     from raydpfl.runtime.actor_pool import ActorPool
@@ -220,7 +223,6 @@ class Launcher:
         import ray
 
         from raydpfl.runtime.actor_pool import ActorPool
-        from raydpfl.runtime.coordinator_actor import CoordinatorActor
 
         if not self._group:
             node = ray.get_runtime_context().get_node_id()
@@ -255,9 +257,7 @@ class Launcher:
             raise RunError(f"the coordinator died: {message(error)}; go on with --resume") from None
 
     def summary(self) -> dict[str, Any]:
-        """For `summary.json`: whether Ray was used, by how many client actors, and why `auto` did
-        without it.
-        """
+        """For `summary.json`: whether Ray was used, its client actors, and why not."""
         return {"used": self._count > 0, "actors": self._count, "why_not": self._reason}
 
 
@@ -270,3 +270,33 @@ def _inline(coordinator: Coordinator, method: str, *arguments: Any) -> Any:
         raise
     except Exception as error:  # a user-defined member may raise anything
         raise RunError(f"the run failed: {traceback_text(error)}") from error
+
+
+class CoordinatorActor(Coordinator):
+    """The coordinator in an actor of Ray, whose process starts before there is a run."""
+
+    def __init__(self) -> None:
+        pass
+
+    def begin(
+        self,
+        plan: bytes,
+        path: tuple[str, ...],
+        out: str,
+        pool: Pool,
+        resume: bool,
+        fresh_noise: bool,
+    ) -> tuple[int, list[str]]:
+        """As `start`, of a pickled plan. `path`: where the user's modules are found."""
+        search(path)
+        tune_allocator()
+        super().__init__(pickle.loads(plan), out, pool, resume, fresh_noise)
+        with contained():
+            return self.start()
+
+    def round(self) -> dict[str, Any]:
+        with contained(f"round {self.state.t}"):
+            return super().round()
+
+
+CoordinatorActor.__name__ = "Coordinator"  # in Ray's dashboard

@@ -155,9 +155,7 @@ def _check_folder(folder: Path, resume: bool, fresh_noise: bool) -> None:
 
 @contextmanager
 def _taken(folder: Path, resume: bool) -> Iterator[None]:
-    """Holds the run directory, which is made. A run without actors computes on one thread, and sets
-    how a GPU computes; afterwards all of that is as before.
-    """
+    """Holds the run directory, which is made, and restores threads and GPU settings."""
     created = not folder.exists()
     make_folder(folder)
     threads = torch.get_num_threads()
@@ -228,9 +226,7 @@ class _Drive:
     reason: str | None = None  # why it ends before its last round, in words
 
     def carry_out(self, fresh_noise: bool, on_rows: Callable[[list[dict]], object]) -> None:
-        """Does the rounds that are left, and writes the summary and the model. Raises what ended
-        the run early, unless it was its budget.
-        """
+        """Does the rounds that are left and writes the results; raises what ended it, but a budget."""
         done = self.call("position")
         self.summary: dict[str, Any] = {}
         # the measures that are computed once all rounds are done

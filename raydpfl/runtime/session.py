@@ -199,9 +199,7 @@ def place() -> str:
 
 
 def on_node(remote: Any, node: str, **options: Any) -> Any:
-    """A function or class, to be called by `remote` on the node with this id of Ray's, without a
-    core of its own.
-    """
+    """`remote` on the node with this id of Ray's, without a core of its own."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -210,9 +208,7 @@ def on_node(remote: Any, node: str, **options: Any) -> Any:
 
 
 def raised(error: Exception, what: str) -> Exception:
-    """What a call in another process raised (a RayTaskError), as if it had run here: an error of
-    ours, else that `what` failed.
-    """
+    """A call's RayTaskError as if raised here: an error of ours, else `what` failed."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, (ConfigError, RunError)):
         return cause

@@ -53,9 +53,7 @@ class Checkpoint:
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
-    """Writes a checkpoint completely or not at all, and removes all but the last `KEEP`. Raises
-    `FileError`.
-    """
+    """Writes a checkpoint, or raises `FileError`; removes all but the last `KEEP`."""
     with writing(folder):
         clear(folder, folder=True)
         folder.mkdir(parents=True, exist_ok=True)

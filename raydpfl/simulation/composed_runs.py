@@ -46,9 +46,7 @@ class StoredRun:
 
     @classmethod
     def of(cls, name: str, experiment: Experiment, folder: Path | None) -> StoredRun:
-        """The run in a directory; None: only its config is there. Raises `ConfigError` for a ledger
-        that cannot be read.
-        """
+        """The run in a directory; None: only its config is there. Raises `ConfigError`."""
         if folder is None:
             return cls(name, experiment)
         path = folder / "ledger.jsonl"

@@ -140,9 +140,7 @@ class Coordinator:
         return cohort
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
-        """Broadcasts the model; the exact sum of the cohort's contributions, float64 [d], and each
-        actor's account of them.
-        """
+        """The exact sum of what the cohort sends, float64 [d], and the actors' accounts of it."""
         plan, state, local = self.plan, self.state, self.experiment.local
         clients = cohort.clients
         sizes = plan.population.sizes[clients]

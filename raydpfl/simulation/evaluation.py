@@ -100,9 +100,7 @@ def totals(
 
 
 def scored(by_set: dict[str, list[tuple[Metric, Total]]]) -> dict[str, float | None]:
-    """Each score of these sets; None where a metric has no value, or none that is a number (but
-    the loss).
-    """
+    """Each score of these sets; None where it is no number (but the loss)."""
     values: dict[str, float | None] = {}
     for rows, totals in by_set.items():
         for metric, total in totals:
@@ -221,9 +219,7 @@ class Evaluator:
     def _of_own(
         self, clients: range, rows: Sequence[int], x: torch.Tensor, y: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """The outputs of the clients' own models for their rows, the targets, and the number of
-        rows by client: none of one that has no model of its own.
-        """
+        """Outputs of clients' own models (if any) on their rows, targets, and rows by client."""
         outputs = [x.new_empty(0, *self.form.outputs, dtype=torch.float32)]
         targets = {client: y[:0] for client in clients}
         held = dict(zip(clients, zip(x.split(rows), y.split(rows), strict=True), strict=True))

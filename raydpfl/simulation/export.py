@@ -43,9 +43,7 @@ class Saved:
 
 
 def write_model(folder: Path, module: nn.Module, form: Form, summary: dict[str, Any]) -> None:
-    """Writes `module`, trained on samples of this form, with its summary to the run directory.
-    Raises `FileError`.
-    """
+    """Writes a trained module, with its summary, to the run directory (`FileError`)."""
     form_facts = {"shape": form.shape, "target": asdict(form.target), "tokens": form.tokens}
     form_facts["task"] = form.task.model_dump(mode="json")
     metadata = {

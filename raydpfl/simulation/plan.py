@@ -50,9 +50,7 @@ SHOWS = ("track",)  # sections that say where a run is shown, and nothing of wha
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run is made of. All stds scale with the bound in force, and by round as the
-    mechanism's `factors` say.
-    """
+    """All that a run is made of. Stds scale with the bound in force, and by round as `factors`."""
 
     experiment: Experiment  # nothing left at auto but client.actors
     shards: Path
@@ -104,14 +102,10 @@ class Plan:
         return models.load(module, torch.from_numpy(parameters.copy()))
 
     def continued(self, segments: tuple[Segment, ...], restart_round: int | None = None) -> Plan:
-        """This plan for a run that has released `segments`: going on in the last of them, or
-        restarted from `restart_round`.
-        """
-        if not segments:
-            return self
-        history, first = segments[:-1], segments[-1].first
-        if restart_round is not None:
-            history, first = segments, restart_round
+        """This plan after the releases of `segments`, restarted from `restart_round` if any."""
+        history, first = segments, restart_round
+        if first is None:
+            history, first = segments[:-1], segments[-1].first if segments else 0
         if not history:
             return self
         experiment = self.experiment
@@ -125,8 +119,7 @@ class Plan:
         mechanism = self.mechanism and self.mechanism.restarted(most)
         if self.factors:  # of all releases, one after another
             past = [range(segment.first, segment.end) for segment in history]
-            rounds = chain(*past, range(first, experiment.rounds))
-            factors = tuple(map(self.factor, rounds))
+            factors = tuple(map(self.factor, chain(*past, range(first, experiment.rounds))))
             mechanism = replace(cast(Mechanism, mechanism), factors=factors)
         changed = replace(self, history=history, first=first, clients_left=clients_left)
         return replace(changed, mechanism=mechanism)
@@ -147,10 +140,8 @@ class Plan:
     def _cohorts(self, stored: str | None = None) -> str:
         """A digest of the draws by the experiment's own seed, and of how many rounds they are: all
         of a user-defined selection, else the first few; those of `stored`, if there are as many.
-
-        What was released before a change of code or of versions is counted by draws that are made
-        again after it.
         """
+        # what was released before a change of code or versions is counted by draws made after it
         experiment = self.experiment
         selection = experiment.selection
         rounds = experiment.rounds if selection.is_user_defined else min(experiment.rounds, 4)
@@ -197,9 +188,7 @@ class Plan:
 
     @cached_property
     def surveys(self) -> np.ndarray:
-        """Noisy histograms of all clients until after every round, int64 [rounds], those before the
-        run was restarted included.
-        """
+        """Noisy histograms until after every round, int64 [rounds], restarts included."""
         every = self.experiment.evaluate.every
         rounds = np.arange(1, self.experiment.rounds + 1)
         if self.mechanism is None or self.mechanism.survey is None:
@@ -252,9 +241,7 @@ class Plan:
 
     @cached_property
     def survey_seed(self) -> int:
-        """The seed of the noise on histograms of scores: a digest of `noise_seed` and of all else
-        that the histograms depend on.
-        """
+        """The seed of the noise on histograms of scores, which no other release has."""
         experiment = self.experiment.evaluate
         asked = experiment.model_dump(mode="json", include={"histogram", "validation", "every"})
         metric = experiment.per_client and experiment.per_client.meaning()
@@ -281,9 +268,7 @@ class Plan:
 
     @property
     def rigorous(self) -> tuple[str, ...]:
-        """Of `named`, the rigorous accountants that cover the mechanism: the smallest epsilon of
-        theirs is held against the budget.
-        """
+        """Of `named`, the rigorous that cover the mechanism: the least epsilon has the budget."""
         return tuple(name for name in privacy.rigorous(self.named) if not self.uncovered(name))
 
     def check(self, shards: Shards) -> None:
@@ -331,9 +316,8 @@ class Plan:
         return (*asked, *(covering or privacy.FALLBACK)[:1])
 
     def weights(self, clients: np.ndarray) -> np.ndarray:
-        """The factors float64 [r] of these clients' contributions.
-
-        Raises `RunError` for one above `weight`, which is what the accountants count on.
+        """The factors float64 [r] of these clients' contributions. Raises `RunError` for one above
+        `weight`, which the accountants count on.
         """
         member = self.experiment.weights
         weights = client_weights(member, self.experiment.selection, self.population)[clients]
@@ -352,9 +336,7 @@ class Plan:
         return self.factors[min(t, len(self.factors) - 1)] if self.factors else 1.0
 
     def sum_std(self, t: int, bound: float | None) -> float:
-        """Std of the noise on the sum of the contributions of round t with this bound; 0 when it is
-        drawn at local steps.
-        """
+        """Std of the noise on the sum of round t with this bound; 0: drawn at local steps."""
         if not self.ratio or bound is None:
             return 0.0
         return self.ratio * bound * self.weight * self.factor(t)
@@ -415,9 +397,7 @@ class Plan:
 
     def curves(self, draws: list[np.ndarray] | None = None) -> dict[str, np.ndarray]:
         """Epsilon after 1, 2, ... rounds by every accountant, float64 [rounds] each: of a client,
-        or of the sample that has spent most.
-
-        `draws`: the method's of all rounds; None: computed.
+        or of the sample that has spent most. `draws`: `counted_draws`; None: computed.
         """
         if not self.mechanism:
             return {}
@@ -426,15 +406,12 @@ class Plan:
         return self.report.curves(draws, composed, self.surveys)
 
     def cohort_seed(self, restart: int | None = None) -> int:
-        """The seed of the cohorts of a segment, the present one by default.
-
-        Where the cohort is a secret, a round that is released again has one of its own, or it would
-        amplify but once.
+        """The seed of the cohorts of a segment, the present one by default. Where the cohort is a
+        secret, a round that is released again has one of its own, or it would amplify but once.
         """
-        hidden = self.mechanism is not None and self.mechanism.hidden
-        return seed_of(
-            self.experiment.seed, (self.restart if restart is None else restart) if hidden else 0
-        )
+        if self.mechanism is None or not self.mechanism.hidden:
+            return self.experiment.seed
+        return seed_of(self.experiment.seed, self.restart if restart is None else restart)
 
     def draws(self, rounds: int) -> list[np.ndarray]:
         """The clients of every release up to round `rounds`, with repeats."""
@@ -463,9 +440,7 @@ class Plan:
         return Counter(client for clients in self.draws(rounds) for client in clients.tolist())
 
     def guarantees(self, rounds: int, participations: Mapping[int, int]) -> list[Guarantee]:
-        """What holds after `rounds` rounds, `participations` counting how often every client was
-        drawn.
-        """
+        """What holds after so many rounds; `participations`: draws of every client."""
         if not self.mechanism or rounds == 0:
             return []
         # how often the clients of a virtual cohort are drawn is unknown
@@ -505,7 +480,7 @@ def _classes(shards: Shards) -> str | None:
         return "all training samples are of one class: no classes are left to distinguish"
     if not shards.unseen:
         return None
-    some = ", ".join(map(str, shards.unseen[:5])) + (", ..." if len(shards.unseen) > 5 else "")
+    some = ", ".join(map(str, shards.unseen[:5])) + ", ..." * (len(shards.unseen) > 5)
     return (
         f"no training sample is of {len(shards.unseen)} of the {shards.classes} classes ({some}); "
         "the model has an output for each: number the classes from 0 without gaps"

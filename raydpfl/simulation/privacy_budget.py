@@ -49,9 +49,7 @@ class Account:
             self.ledger.record(t=t, restart=self.plan.restart, epsilon=spent, **release)
 
     def _release(self, t: int, bound: float | None, present: bool) -> dict[str, Any]:
-        """What the ledger says of the release of round t. The key of its noise exists for the
-        `present` segment alone.
-        """
+        """The ledger's line of a release; only the `present` segment has a key of its noise."""
         plan = self.plan
         assert plan.mechanism is not None
         release: dict[str, Any] = {"mechanism": plan.mechanism.round_digest(), "bound": bound}

@@ -62,9 +62,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def commit() -> str | None:
-    """The commit of the checkout that this package is in, `-dirty` with changes; None for an
-    installed one.
-    """
+    """Of the checkout that the package is in, `-dirty` with changes; None: there is none."""
     root = Path(__file__).parents[2]
     place = (f"--git-dir={root / '.git'}", f"--work-tree={root}")
     command = ("git", *place, "describe", "--always", "--dirty")
@@ -98,9 +96,8 @@ def capability() -> dict[str, str]:
 def check_node(
     host: str, expected: Mapping[str, str], gpu: Mapping[str, str] | None = None
 ) -> None:
-    """Raises `RunError` if this process, on the node `host`, does not compute as the run does.
-
-    `expected`: of the run, `of`. `gpu`: the facts of this process's GPU.
+    """Raises `RunError` if this process, on the node `host` and with a GPU of these facts, does not
+    compute as the run does (`expected`: of the run, `of`).
     """
     here = dict(capability())
     names = [*NODE]
@@ -137,9 +134,7 @@ def _digest(results: Iterable[np.ndarray]) -> str:
 
 
 def _compiled() -> Iterator[np.ndarray]:
-    """What compiled code makes of a fixed seed: normals, words, a norm, a sum, and clients that
-    train with momentum, clipping and noise.
-    """
+    """What compiled code draws, adds and trains (momentum, clipping, noise) of a fixed seed."""
     drawn = prng.normals(1, prng.Purpose.STEP_NOISE, 1000, t=2, client=3)
     yield drawn.numpy()
     yield native.norms(drawn[None])
@@ -195,9 +190,7 @@ def of(experiment: Experiment) -> dict[str, str]:
 
 @functools.cache
 def of_bfloat16() -> dict[str, str]:
-    """By the name bfloat16, a digest of products and convolutions in it: some processors have
-    instructions for them, which round otherwise.
-    """
+    """A digest of products in it, which some processors have other instructions for."""
     x = torch.linspace(-1, 1, 1 << 14).bfloat16()
     image = x[:6272].view(2, 4, 28, 28)
     with torch.inference_mode():

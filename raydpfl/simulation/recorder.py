@@ -237,9 +237,7 @@ class Recorder:
         return metric_columns.of_histogram(metric, histogram, counts)
 
     def over(self) -> str | None:
-        """Why the run ends with the rounds that are recorded (`evaluate.stop`), in words; None: it
-        goes on.
-        """
+        """Why the run ends now (`evaluate.stop`), in words; None: it goes on."""
         stop = self.plan.experiment.evaluate.stop
         if stop is None or len(self._since_best) <= stop.patience:
             return None

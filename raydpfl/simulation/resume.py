@@ -63,9 +63,7 @@ def take_up(
 
 
 def started(plan: Plan) -> dict[str, State]:
-    """The members' states before the first round, by the names of their sections, and what clients
-    have spent of budgets of their own.
-    """
+    """The states before the first round, by section, and clients' spent budgets."""
     experiment = plan.experiment
     members: dict[str, Any] = {
         "server": experiment.server,

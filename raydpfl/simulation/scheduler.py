@@ -35,9 +35,7 @@ def chunk_width(cohort: int, most: int | None = None) -> int:
 
 
 def held_at_once(local: Local, shards: Shards, form: Form, module: nn.Module, gpus: float) -> int:
-    """How many clients' training takes about half of an actor's share of a GPU's memory, two at
-    least.
-    """
+    """How many clients train in half of an actor's share of GPU memory, two at least."""
     rows = int(local.rows_used(np.array([shards.sizes.max()]))[0])
     # weights, gradients and updates, these and the noise in float64, and what is in the making
     numbers = 16 * models.parameter_count(module)
@@ -115,9 +113,7 @@ def _at(values: np.ndarray, indices: np.ndarray, fill: int = 0) -> np.ndarray:
 
 
 class Costs:
-    """Seconds that chunks take, by the seconds of a row in past rounds. Only the assignment to
-    actors depends on it.
-    """
+    """Seconds that chunks take, by past rounds; only the assignment depends on it."""
 
     FADE = 0.9  # weight of earlier assignments when another is added
 

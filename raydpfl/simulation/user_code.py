@@ -85,9 +85,7 @@ def sources(experiment: BaseModel) -> dict[str, str]:
 
 
 def check_code(host: str, expected: Mapping[str, str], experiment: BaseModel) -> None:
-    """Raises `RunError` if the user-defined code of an experiment, as imported on the node `host`,
-    is not that of the facts that the run expects.
-    """
+    """Raises `RunError` if user-defined code, as imported on `host`, is not the run's."""
     stated = {name: digest for name, digest in expected.items() if name.startswith("code ")}
     here = sources(experiment) if stated else {}
     other = [name for name, digest in stated.items() if here.get(name) != digest]
@@ -97,9 +95,7 @@ def check_code(host: str, expected: Mapping[str, str], experiment: BaseModel) ->
 
 
 def _user_defined(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
-    """(name, module, class or function) of every member of the tree, and of a model's kind, that is
-    not raydpfl's or torch's.
-    """
+    """(name, module, class or function) of every user-defined member and model kind."""
     if isinstance(node, BaseModel):
         cls = type(node)
         if cls.__module__.partition(".")[0] in SHIPPED:
@@ -125,9 +121,7 @@ def _imported_kind(kind: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
 
 
 def _files(module: ModuleType) -> dict[str, Path]:
-    """The file of a module, and those of the packages that it is in and of the user-defined modules
-    that it imports, at any depth, by module.
-    """
+    """By module, the files of it, its packages and the user-defined modules it imports."""
     files: dict[str, Path] = {}
     waiting = [(module.__name__, Path(getattr(module, "__file__", None) or ""))]
     while waiting:
@@ -158,9 +152,7 @@ def _imports(module: str, path: Path) -> Iterator[str]:
 
 
 def _place(name: str) -> Path | None:
-    """The file of a module, which need not have been imported; None: it has none, or there is no
-    such module. Nothing is imported.
-    """
+    """The file of a module, imported or not; None: there is none. Imports nothing."""
     if name in sys.modules:
         path = getattr(sys.modules[name], "__file__", None)
         return Path(path) if path else None
@@ -184,9 +176,7 @@ Imports = tuple[tuple[int, str, tuple[str, ...]], ...]  # level, module, the nam
 
 
 def _parsed(path: Path) -> tuple[bytes, Imports]:
-    """A digest of the statements of a module but for those that do nothing (docstrings, `pass`),
-    and its imports; of one that is not Python of its bytes, and none.
-    """
+    """A digest of a module's statements, and its imports; else of its bytes, and none."""
     source = path.read_bytes()
     return _statements(source) if path.suffix == ".py" else (hashlib.sha256(source).digest(), ())
 
@@ -302,9 +292,7 @@ def stored_code(run: str | Path, first: bool = False) -> Iterator[Path | None]:
 
 
 def search(path: Sequence[str]) -> None:
-    """Imports in this process from the `sys.path` of another: from what a run stores first, if that
-    comes first there.
-    """
+    """Takes on another process's `sys.path`, with what a run stores first if it is there."""
     ahead = [entry for entry in path[:1] if os.path.basename(entry) == KEPT]
     sys.path[:] = dict.fromkeys([*ahead, *sys.path, *path])
 
@@ -319,9 +307,7 @@ def _check_private(paths: Sequence[Path]) -> None:
 
 
 def _other(place: Path) -> dict[str, tuple[Path, Path | None]]:
-    """By module, the stored files that are not found with the same statements elsewhere, and what
-    is found there instead.
-    """
+    """By module, stored files found nowhere else with the same statements; what is there."""
     other = {}
     for path in sorted(path for path in place.rglob("[!.]*") if path.is_file()):
         parts = path.relative_to(place).parts
@@ -335,9 +321,7 @@ def _other(place: Path) -> dict[str, tuple[Path, Path | None]]:
 
 
 def _warn(other: Mapping[str, tuple[Path, Path | None]], place: Path) -> None:
-    """Warns of modules here that differ from what is stored. Raises `ConfigError` for one that has
-    been imported.
-    """
+    """Warns of modules that differ here; `ConfigError` for one that is imported."""
     for name in other.keys() & sys.modules.keys():
         path, here = other[name]
         expected = f"a process that has not imported another {name} ({here})"

@@ -68,9 +68,7 @@ class ActorRound:
             self.client_states.setdefault(member, []).append(vectors.float().cpu().numpy())
 
     def result(self) -> ChunkResult:
-        """The sum and the columns, ordered by client. Raises `RunError` for a contribution out of
-        the grid's range.
-        """
+        """The sum and the columns, by client; `RunError` beyond the grid's range."""
         for other in self.totals[1:]:
             self.totals[0] += other
         if self.largest:
@@ -142,9 +140,7 @@ class ChunkRound:
         return View(self.work.t, actor.lr, self.work.bound, actor.model, state, client_state)
 
     def drop(self, slot: int, detail: str) -> None:
-        """Leaves a failed client out of the round; raises `ClientError` unless `on_error` is
-        `drop`.
-        """
+        """Leaves out a failed client; raises `ClientError` unless `on_error` is `drop`."""
         client = int(self.chunk.clients[slot])
         if self.actor.on_error == "fail":
             raise ClientError(client, detail)

@@ -21,9 +21,7 @@ PIECE = 1 << 26  # bytes that are copied there at once
 
 
 def check(there: torch.device, form: Form, x: np.ndarray, y: np.ndarray) -> None:
-    """Raises IndexError for tokens and labels that the model does not know, before they reach a GPU
-    (`device.check_numbers`).
-    """
+    """See `device.check_numbers`: of tokens and labels that the model does not know."""
     if form.tokens:
         device.check_numbers(there, x, form.tokens, "token")
     if form.target.classes:
@@ -130,9 +128,7 @@ class GpuRows(Rows):
 
     @cached_property
     def _stored(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [N + 1, *shape] and y [N + 1] of all clients' rows, one client after another; the last
-        row is of zeros.
-        """
+        """x [N + 1, *shape] and y [N + 1] of all rows by client; the last row is zeros."""
         form = self.form
         sizes = np.asarray(self.shards.sizes)
         whole = (form.tokens, form.target.classes)

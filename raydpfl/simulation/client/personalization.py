@@ -112,9 +112,7 @@ class Ditto(LocalParameters):
         self.training = PersonalTraining(experiment, rule, shards, module, every)
 
     def train(self, state: ChunkRound) -> None:
-        """See `LocalParameters.train`. A model that is not finite counts as its client's failure,
-        which keeps the one that it had.
-        """
+        """As in the base. A model that is not finite is a failure, and the one before stays."""
         work = state.work
         members = np.where(np.isnan(state.norms), -1, state.chunk.members)
         before = state.local_parameters
@@ -200,9 +198,7 @@ class PersonalTraining:
 
 
 class FineTuning:
-    """Trains the model further for single clients, on their training rows, as `evaluate.fine_tune`
-    says. It leaves no state.
-    """
+    """Trains single clients further on their rows (`evaluate.fine_tune`), without a state."""
 
     def __init__(self, experiment: Experiment, rule: Local, shards: Shards, module: nn.Module):
         self.local = LocalParameters(module)
