@@ -226,7 +226,7 @@ class _Drive:
     reason: str | None = None  # why it ends before its last round, in words
 
     def carry_out(self, fresh_noise: bool, on_rows: Callable[[list[dict]], object]) -> None:
-        """Does the rounds that are left and writes the results; raises what ended it, but a budget."""
+        """Does the rounds that are left, and writes the results; raises what ended it early."""
         done = self.call("position")
         self.summary: dict[str, Any] = {}
         # the measures that are computed once all rounds are done
