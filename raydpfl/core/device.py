@@ -69,7 +69,14 @@ def settle(device: torch.device, num_gpus: float, tf32: bool = False) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     cudnn.deterministic = True
     cudnn.benchmark = False
-    _float32(tf32)
+    # full float32, or TF32 (10 bits): with it a clipped gradient passed its bound by 1e-3 of it
+    for backend in LEGACY:
+        backend.allow_tf32 = tf32
+    for backend in () if tf32 else _named():
+        # or the process has asked for less than float32 wherever nothing else is said
+        lowered = getattr(torch.backends, "fp32_precision", "none") not in ("ieee", "none")
+        if backend.fp32_precision not in ("ieee", "none") or lowered:
+            backend.fp32_precision = "ieee"
     current = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in torch 2.6
     before = current() if current else 1.0
     _undo.append(lambda: torch.cuda.set_per_process_memory_fraction(before))
@@ -80,17 +87,6 @@ def _workspace() -> None:
     value = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
     if value not in WORKSPACES:
         raise ConfigError(WORKSPACE, value, f"unset, {WORKSPACES[0]} or {WORKSPACES[1]}")
-
-
-def _float32(tf32: bool) -> None:
-    """Full float32, or TF32 (10 bits): with it a clipped gradient passed its bound by 1e-3."""
-    for backend in LEGACY:
-        backend.allow_tf32 = tf32
-    for backend in () if tf32 else _named():
-        # or the process has asked for less than float32 wherever nothing else is said
-        lowered = getattr(torch.backends, "fp32_precision", "none") not in ("ieee", "none")
-        if backend.fp32_precision not in ("ieee", "none") or lowered:
-            backend.fp32_precision = "ieee"
 
 
 def _named() -> list[Any]:

@@ -107,9 +107,8 @@ def _together(
 def compose_trials(
     runs: Sequence[StoredRun], data_root: Path | None = None, adaptive: bool = False
 ) -> list[Composition]:
-    """What trials of a search spend together, for the clients of each seed that divides rows in a
-    way of its own. All rounds count, as those that a trial is stopped after depend on the data.
-    Arguments and errors are those of `compose`.
+    """As `compose`, what trials of a search spend together, for the clients of each seed that
+    divides rows in a way of its own. All rounds count: where a trial stops depends on the data.
     """
     if any(run.experiment.noise.of_seed for run in runs) and len(runs) > 1:
         raise ConfigError("noise.common", True, "noise of its own for each of the runs")

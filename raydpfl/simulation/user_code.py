@@ -183,6 +183,11 @@ def _parsed(path: Path) -> tuple[bytes, Imports]:
 
 @functools.lru_cache(maxsize=512)
 def _statements(source: bytes) -> tuple[bytes, Imports]:
+
+    def works(node: Any) -> bool:
+        constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        return not (constant or isinstance(node, ast.Pass))
+
     tree = ast.parse(source)
     imports: list[tuple[int, str, tuple[str, ...]]] = []
     for node in ast.walk(tree):
@@ -193,13 +198,8 @@ def _statements(source: bytes) -> tuple[bytes, Imports]:
             imports.append((node.level, node.module or "", names))
         for name, value in ast.iter_fields(node):
             if isinstance(value, list):
-                setattr(node, name, [child for child in value if not _does_nothing(child)])
+                setattr(node, name, [*filter(works, value)])
     return hashlib.sha256(ast.unparse(tree).encode()).digest(), tuple(imports)
-
-
-def _does_nothing(node: Any) -> bool:
-    constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return constant or isinstance(node, ast.Pass)
 
 
 def _typed(member: Any) -> bytes:
