@@ -224,7 +224,7 @@ def audit(
             expected = "gaussian noise: the directions of canaries are not rounded to integers"
             raise ConfigError("noise.kind", experiment.noise.kind, expected)
         run = _of_samples if plan.mechanism.by_draws else _of_clients
-        done = run(plan, canaries, delta or plan.terms.delta, confidence, on_round)
+        done = run(plan, canaries, delta or plan.experiment.terms.delta, confidence, on_round)
         write(plan, done.to_dict(), done.scores())
     return done
 

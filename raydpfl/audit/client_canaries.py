@@ -336,7 +336,8 @@ class ClientCanaryRun(CanaryRun):
         last = len(self.rounds) - 1
         counted = int(plan.composed_rounds[last])
         mechanism = on_sums(plan).asking(int(plan.surveys[last]))
-        relation, delta, v = plan.terms.relation, plan.terms.delta, plan.terms.v
+        terms = plan.experiment.terms
+        relation, delta, v = terms.relation, terms.delta, terms.v
         if mechanism.unproved:  # the first observer against whom there is a proof
             most = max(self.counts.values(), default=0)
             every = views(mechanism, relation, counted, most)

@@ -110,7 +110,7 @@ def epsilon(case: Example) -> str:
         laplace=e.noise.laplace,
         factors=tuple(map(plan.factor, range(e.rounds))),
     )
-    terms = plan.terms
+    terms = e.terms
     report = report_of(held, plan.rigorous, terms)
     for name, curve in report.curves(plan.counted_draws(), plan.composed_rounds).items():
         true = float(curve[-1])

@@ -43,9 +43,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def chosen(num_gpus: float, where: str = "this machine") -> torch.device:
-    """What an actor with such a share of GPUs (`client.num_gpus`) trains on. Raises `ConfigError`,
-    which names the node, where torch finds no GPU.
-    """
+    """What an actor with such a share of GPUs trains on; raises `ConfigError` without one."""
     if num_gpus <= 0:
         return CPU
     if not torch.cuda.is_available():
@@ -71,7 +69,14 @@ def settle(device: torch.device, num_gpus: float, tf32: bool = False) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     cudnn.deterministic = True
     cudnn.benchmark = False
-    _float32(tf32)
+    # full float32, or TF32 (10 bits): with it a clipped gradient passed its bound by 1e-3 of it
+    for backend in LEGACY:
+        backend.allow_tf32 = tf32
+    for backend in () if tf32 else _named():
+        # or the process has asked for less than float32 wherever nothing else is said
+        lowered = getattr(torch.backends, "fp32_precision", "none") not in ("ieee", "none")
+        if backend.fp32_precision not in ("ieee", "none") or lowered:
+            backend.fp32_precision = "ieee"
     current = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in torch 2.6
     before = current() if current else 1.0
     _undo.append(lambda: torch.cuda.set_per_process_memory_fraction(before))
@@ -82,19 +87,6 @@ def _workspace() -> None:
     value = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
     if value not in WORKSPACES:
         raise ConfigError(WORKSPACE, value, f"unset, {WORKSPACES[0]} or {WORKSPACES[1]}")
-
-
-def _float32(tf32: bool) -> None:
-    """Full float32, or TF32, which has 10 bits of mantissa: with it a clipped gradient passed its
-    bound by 1e-3 of it.
-    """
-    for backend in LEGACY:
-        backend.allow_tf32 = tf32
-    for backend in () if tf32 else _named():
-        # or the process has asked for less than float32 wherever nothing else is said
-        lowered = getattr(torch.backends, "fp32_precision", "none") not in ("ieee", "none")
-        if backend.fp32_precision not in ("ieee", "none") or lowered:
-            backend.fp32_precision = "ieee"
 
 
 def _named() -> list[Any]:
@@ -141,9 +133,7 @@ def restored() -> Iterator[None]:
 
 
 def facts(num_gpus: float) -> dict[str, str]:
-    """What the bits of a GPU depend on, by name; empty for an actor without one, and in a process
-    that sees none.
-    """
+    """What the bits of a GPU depend on, by name; empty without one."""
     if num_gpus <= 0 or not torch.cuda.is_available():
         return {}
     _workspace()
@@ -164,9 +154,8 @@ def _properties() -> Any:
 
 def exhausted(error: BaseException) -> bool:
     """Whether the device had no memory left, as far as the error says."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in FULL)
+    full = isinstance(error, RuntimeError) and any(text in str(error) for text in FULL)
+    return full or isinstance(error, torch.OutOfMemoryError)
 
 
 def blame(device: torch.device, error: BaseException) -> None:
@@ -198,9 +187,7 @@ def blamed(device: torch.device) -> Iterator[None]:
 
 
 def memory(num_gpus: float) -> int:
-    """Bytes of a GPU's memory that are an actor's, none for one without; those of a small GPU where
-    this process sees none.
-    """
+    """Bytes of GPU memory that are an actor's; of a small GPU where none is seen here."""
     if num_gpus <= 0:
         return 0
     whole = _properties().total_memory if torch.cuda.is_available() else SMALL
@@ -220,9 +207,7 @@ def sent(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
 
 
 def index(places: np.ndarray, to: torch.device) -> torch.Tensor:
-    """Places along an axis of a tensor there, int64 [k], by which it can be indexed without a wait
-    for the device.
-    """
+    """Places along an axis, int64 [k], for an index without a wait for the device."""
     return sent(torch.from_numpy(places), to)
 
 
@@ -262,8 +247,7 @@ def check_numbers(device: torch.device, values: np.ndarray, below: int, what: st
     """
     if device.type == "cpu" or values.dtype.kind not in "iu" or not values.size:
         return
-    least = int(values.min())
-    most = int(values.max())
+    least, most = int(values.min()), int(values.max())
     if least < 0 or most >= below:
         wrong = least if least < 0 else most
         raise IndexError(f"{what} {wrong} is out of bounds: they are from 0 to {below - 1}")

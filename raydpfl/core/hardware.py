@@ -49,9 +49,7 @@ def cores() -> int:
 
 
 def threads() -> int:
-    """The threads that train in this process: a core each, or as many as OMP_NUM_THREADS says,
-    which Ray sets for the trials of a sweep.
-    """
+    """Threads that train here: a core each, or OMP_NUM_THREADS (Ray sets it for trials)."""
     count = os.environ.get("OMP_NUM_THREADS", "")
     return max(1, min(cores(), int(count))) if count.isdecimal() else cores()
 

@@ -47,9 +47,7 @@ def place(name: str) -> Path:
 
 def compiled(command: list[str], path: Path) -> None:
     """Compiles to `path`, where another process may be doing the same, and writes its digest next
-    to it.
-
-    Raises OSError without a compiler, or for a folder that others can write to;
+    to it. Raises OSError without a compiler, or for a folder that others can write to;
     subprocess.SubprocessError where it fails.
     """
     make(path.parent)

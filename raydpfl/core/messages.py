@@ -50,9 +50,8 @@ class Chunk:
     @classmethod
     def joined(cls, chunks: Sequence[Chunk]) -> Chunk:
         """Chunks as one, in order; those of several widths are one chunk from then on."""
-        first = chunks[0]
         if len(chunks) == 1:
-            return first
+            return chunks[0]
         memory: dict[str, dict[int, np.ndarray]] = {}
         offset = 0
         for chunk in chunks:
@@ -60,9 +59,9 @@ class Chunk:
                 shifted = {offset + slot: vector for slot, vector in states.items()}
                 memory[member] = memory.get(member, {}) | shifted
             offset += len(chunk.clients)
-        names = first._arrays()
         arrays: dict[str, Any] = {
-            name: np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in names
+            name: np.concatenate([getattr(chunk, name) for chunk in chunks])
+            for name in chunks[0]._arrays()
         }
         parts = len(chunks) if len({len(chunk.clients) for chunk in chunks}) == 1 else 1
         rows = max(chunk.rows for chunk in chunks)
@@ -116,9 +115,7 @@ def check_bound(field: str, bound: float) -> None:
 
 @dataclass(frozen=True)
 class Grid:
-    """The multiples of a power of two to which clients' contributions are rounded, see
-    `raydpfl.core.exact_sum`.
-    """
+    """The multiples of a power of two that contributions are rounded to: see `exact_sum`."""
 
     step: float
     most: float  # no coordinate of a contribution may exceed it in size; at most 2^51 steps
@@ -183,10 +180,11 @@ class ChunkResult:
 
     def copied(self) -> ChunkResult:
         """The same with copies of its arrays, but for the total."""
-        columns = {name: values.copy() for name, values in self.columns.items()}
-        memory = {name: rows.copy() for name, rows in self.memory.items()}
-        drawn = {name: values.copy() for name, values in self.drawn.items()}
-        return replace(self, columns=columns, memory=memory, drawn=drawn)
+        fields: dict[str, Any] = {
+            name: {key: values.copy() for key, values in getattr(self, name).items()}
+            for name in ("columns", "memory", "drawn")
+        }
+        return replace(self, **fields)
 
 
 @dataclass(frozen=True)

@@ -25,23 +25,14 @@ TRIALS = 64  # of rounding at random, each of which fits with probability 1 - e^
 
 @dataclass(frozen=True)
 class ModularSum:
-    """The sum of one round.
+    """The sum of one round. Rotation, which is public, and rounding are keyed by `seed` and `t`."""
 
-    Args:
-        step: the number that an integer 1 stands for, in the units of what clients send.
-        square: the largest squared L2 norm of a client's integers, without noise.
-        bits: the width of the sum.
-        rotated: whether vectors are rotated, so that no coordinate is far larger than others.
-        seed, t: of the noise, and the round: keys of the rotation, which is public, and of
-            rounding.
-    """
-
-    step: float
-    square: int
-    bits: int
-    rotated: bool
-    seed: int
-    t: int
+    step: float  # the number that an integer 1 stands for, in the units of what clients send
+    square: int  # the largest squared L2 norm of a client's integers, without noise
+    bits: int  # the width of the sum
+    rotated: bool  # whether vectors are, so that no coordinate is far larger than others
+    seed: int  # of the noise
+    t: int  # the round
 
     def encode(self, vectors: np.ndarray, clients: np.ndarray, draws: np.ndarray) -> np.ndarray:
         """The integers of k clients, float64 [k, d], of their vectors float64 [k, d]; each row is a

@@ -87,7 +87,8 @@ def _philox(seed: int, purpose: int, t: int, client: int, draw: int, step: int) 
 def stream(
     seed: int, purpose: Purpose, *, t: int = 0, client: int = 0, draw: int = 0, step: int = 0
 ) -> np.random.Generator:
-    """A numpy generator for one named stream.
+    """A numpy generator for one named stream. Raises ValueError for a draw or step that is negative
+    or does not fit in 32 bits.
 
     Args:
         seed: from 0, below 2^64.
@@ -96,9 +97,6 @@ def stream(
         client: its id, from 0.
         draw: the index of this draw among the client's draws this round, from 0.
         step: a local step, or another number from 0.
-
-    Raises:
-        ValueError: draw or step is negative, or does not fit in 32 bits.
     """
     return np.random.Generator(_philox(seed, purpose, t, client, draw, step))
 
@@ -131,8 +129,7 @@ def bit_streams(
     philox = _philox(seed, purpose, t, 0, 0, 0)
     state = philox.state
     counter = state["state"]["counter"]
-    words = zip(np.asarray(clients).tolist(), np.asarray(draws).tolist(), strict=True)
-    for client, draw in words:
+    for client, draw in zip(np.asarray(clients).tolist(), np.asarray(draws).tolist(), strict=True):
         counter[1] = draw << 32
         counter[2] = client
         philox.state = state

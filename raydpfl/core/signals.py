@@ -25,9 +25,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class _State:
-    """Of this process: whether the handlers are ours, whether a signal came, and whether one may
-    wait.
-    """
+    """Of this process: whether handlers are ours, a signal came, and may wait."""
 
     installed = asked = deferring = False
 

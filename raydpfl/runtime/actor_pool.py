@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,10 @@ LOST = (RayActorError, OutOfMemoryError, ObjectLostError)
 
 
 class Patience:
-    """How long one kind of call may take: `client.timeout`, or what follows from the calls before
-    it.
-
-    That is `FLOOR` and `TIMES` the longest so far, or as much for each row as the slowest so far
-    took, if that is more; twice that when the same call is made again. Before the first has ended
-    it is `FIRST`, and an actor that takes CPU time then has more.
+    """How long one kind of call may take: `client.timeout`, or by the calls before it `FLOOR` and
+    `TIMES` the longest so far, or as much for each row as the slowest so far took, if that is more;
+    twice that when the same call is made again. Before the first has ended it is `FIRST`, and an
+    actor that takes CPU time then has more.
     """
 
     FIRST = 60.0
@@ -113,13 +112,8 @@ class ActorPool:
 
     Their processes start at once, some at a time: starting one takes a core some seconds, and with
     many more at once than cores Ray gives up on the slowest. Once all are up it may be pickled, for
-    the process of the coordinator.
-
-    Args:
-        experiment: complete.
-        shards: the folder of its data.
-        count: of actors.
-        platform: what their nodes have to compute like, see `raydpfl.runtime.worker.ready`.
+    the process of the coordinator. `experiment` is complete, `shards` the folder of its data, and
+    `platform` what the nodes have to compute like (`raydpfl.runtime.worker.ready`).
     """
 
     def __init__(
@@ -128,7 +122,8 @@ class ActorPool:
         client = experiment.client
         self.per_client = client.actors == "per-client"
         self.replaced = 0
-        self._options = {"num_cpus": client.num_cpus, "num_gpus": client.num_gpus}
+        self._options = {"max_restarts": 0, "max_task_retries": 0}
+        self._options |= {"num_cpus": client.num_cpus, "num_gpus": client.num_gpus}
         self._kind = experiment.model.kind
         self._count = count
         self._costs = Costs()
@@ -149,8 +144,7 @@ class ActorPool:
         self._more()
 
     def _start(self, actor: int) -> None:
-        options = {"max_restarts": 0, "max_task_retries": 0, **self._options}
-        handle: Any = ray.remote(ClientActor).options(**options).remote()
+        handle: Any = ray.remote(ClientActor).options(**self._options).remote()
         self._actors[actor] = handle
         self._starting[handle.__ray_call__.remote(ready, *self._ready)] = actor
 
@@ -161,9 +155,7 @@ class ActorPool:
             self._start(actor)
 
     def wait_until_up(self, check: Callable[[], None]) -> None:
-        """Waits until all actors can work. Raises what stands in the way, and what `check` raises,
-        which is called several times a second.
-        """
+        """Waits until all actors can work; calls `check`, which may raise, meanwhile."""
         timeout = START_SECONDS + 2.0 * self._count + self._sending
         until = time.monotonic() + timeout
         while self.healthy < self._count:
@@ -220,8 +212,7 @@ class ActorPool:
         stored = ray.put(own)
         calls = [
             _Call(index, (t, part.tolist(), stored), len(part), None)
-            for index, part in enumerate(parts)
-            if len(part)
+            for index, part in enumerate(filter(len, parts))
         ]
         scored = dict(self._results("evaluate", model, calls))
         return [score for index in sorted(scored) for score in scored[index]]
@@ -229,9 +220,7 @@ class ActorPool:
     def _results(
         self, method: str, shared: Any, calls: Sequence[_Call]
     ) -> Iterator[tuple[int, Any]]:
-        """(index, result) of each call as they arrive. `shared`, the first argument of all, is put
-        into the object store once.
-        """
+        """(index, result) of each call as they arrive; all have `shared` as first argument."""
         stored = ray.put(shared)
         waiting = deque(calls)
         self._deaths.clear()
@@ -268,7 +257,7 @@ class ActorPool:
     def _started(self, future: Any) -> None:
         """Takes an actor into the pool that was started, and now answers."""
         actor = self._starting.pop(future)
-        facts = self._result(future, actor, f"actor {actor}")
+        facts: Started | None = self._result(future, actor, f"actor {actor}")
         if facts:
             self._check_alike(facts)
             self._facts[actor] = facts
@@ -285,9 +274,7 @@ class ActorPool:
                 )
 
     def _wait(self, flying: Mapping[Any, _Call]) -> Any:
-        """A future that is done, of those flying or of an actor that starts; None if one is late
-        before.
-        """
+        """A future that is done, of calls or of an actor that starts; None: a call is late."""
         timeout = START_SECONDS
         if flying:
             first = min(call.until for call in flying.values())
@@ -325,9 +312,7 @@ class ActorPool:
         return None
 
     def _given_up(self, call: _Call, patience: Patience, method: str) -> bool:
-        """Whether a late call's actor was replaced; else it has more time. Raises `RunError` for a
-        call that was given up too often.
-        """
+        """Whether a late call's actor was replaced; `RunError` for one late too often."""
         busy, client = _look(self._facts.get(call.actor), 0.0 if patience.certain else WATCH)
         if busy and not patience.certain:
             call.until = time.monotonic() + call.patience
@@ -360,30 +345,24 @@ class ActorPool:
 
 
 def _look(facts: Started | None, seconds: float) -> tuple[bool, int]:
-    """Whether an actor's process takes CPU time, and the client in training there (-1: none is
-    known), by a look from its node.
-    """
-    if facts is None:
-        return False, -1
-    look = on_node(_seen, facts.node, max_retries=0)
-    try:
-        return ray.get(look.remote(facts.pid, facts.progress, seconds), timeout=START_SECONDS)
-    except RayError:
-        return False, -1
+    """Whether an actor takes CPU time, and the client in training there (-1: none known)."""
+    with suppress(RayError):
+        if facts is not None:
+            look = on_node(_seen, facts.node, max_retries=0)
+            return ray.get(look.remote(facts.pid, facts.progress, seconds), timeout=START_SECONDS)
+    return False, -1
 
 
 def _seen(pid: int, progress: str, seconds: float) -> tuple[bool, int]:
     """Of a process of this node: see `_look`. Ray's own threads take about 1 % of a core."""
-    client = -1
-    try:
+    client, busy = -1, False
+    with suppress(OSError, psutil.Error):
         if progress:
-            with open(progress, "rb") as file:
-                client = int.from_bytes(file.read(8), sys.byteorder, signed=True)
+            client = int.from_bytes(Path(progress).read_bytes(), sys.byteorder, signed=True)
         process = psutil.Process(pid)
         processes = [process, *process.children(recursive=True)]
         before = sum(sum(process.cpu_times()[:2]) for process in processes)
         time.sleep(seconds)
         taken = sum(sum(process.cpu_times()[:2]) for process in processes) - before
-        return taken > 0.02 * seconds, client
-    except (OSError, psutil.Error):
-        return False, client
+        busy = taken > 0.02 * seconds
+    return busy, client

@@ -22,7 +22,7 @@ def capacity(num_cpus: float, num_gpus: float, nodes: Sequence[Mapping[str, floa
     """
     total = 0
     for node in nodes:
-        fits = []
+        fits = [sys.maxsize]
         if num_cpus > 0:
             fits.append(int(node.get("CPU", 0) / num_cpus + 1e-9))
         if num_gpus >= 1:
@@ -30,7 +30,7 @@ def capacity(num_cpus: float, num_gpus: float, nodes: Sequence[Mapping[str, floa
         elif num_gpus > 0:
             whole, part = divmod(node.get("GPU", 0), 1)
             fits.append(int(whole) * int(1 / num_gpus + 1e-9) + int(part / num_gpus + 1e-9))
-        total += min(fits, default=sys.maxsize)
+        total += min(fits)
     return total
 
 
@@ -44,7 +44,7 @@ def wanted(
     left: Mapping[str, float] | None = None,
     inline: bool = False,
 ) -> int:
-    """How many actors to start.
+    """How many actors to start. Raises `ConfigError` where they do not fit.
 
     Args:
         client: how many are asked for, and the resources of each.
@@ -56,9 +56,6 @@ def wanted(
         d: parameters of the model.
         left: the resources that other runs have left of all nodes, which `auto` fills; None: all.
         inline: whether `auto` may also run in the caller's process, so that no place need be left.
-
-    Raises:
-        ConfigError: they do not fit.
     """
     num_cpus, num_gpus = client.num_cpus, client.num_gpus
     _check_sizes(num_cpus, num_gpus, nodes)
@@ -79,9 +76,7 @@ def wanted(
 
 
 def _fit(d: int) -> tuple[int, float]:
-    """How many actors the memory of this machine that is free holds, for a model of d parameters,
-    and the MB of each.
-    """
+    """How many actors with models of d parameters fit in free memory, and the MB of each."""
     # An actor imports what this process has imported and shares its libraries, so it takes about
     # this one's own memory, and some models.
     memory = psutil.Process().memory_info()

@@ -42,16 +42,9 @@ RATE = 10e6  # bytes per second that a network has at least
 
 
 def prepared(folder: str, node: str) -> Path:
-    """The folder of prepared data (`raydpfl.storage.files.put`) that `node` has, on this node: that
-    very folder, or a copy in this node's cache.
-
-    Args:
-        folder: its path on `node`.
-        node: Ray's id of a node that has it.
-
-    Raises:
-        ConfigError: this node's cache has no room.
-        FileError: it did not arrive as it is there.
+    """The folder of prepared data (`raydpfl.storage.files.put`) that `node` (Ray's id) has at this
+    path, on this node: that very folder, or a copy in this node's cache. Raises `ConfigError` where
+    the cache has no room, `FileError` where it did not arrive as it is there.
     """
     source = Path(folder)
     if (source / SEAL).exists() and not foreign(source):
@@ -72,20 +65,15 @@ def file(path: str, node: str) -> Path:
 
 @dataclass(frozen=True)
 class RemotePreparation:
-    """`raydpfl.data.prepare` by another node, which has the source files and sends the folder here.
-
-    `cache` and `root` are that node's folders of prepared data and of data sets; `home` and `path`
-    the working directory and the module paths of the process that started the run.
-    """
+    """`raydpfl.data.prepare` by another node, with its source files; it sends the folder."""
 
     node: str
-    cache: str
-    root: str
-    home: str
-    path: Sequence[str]
+    cache: str  # that node's folder of prepared data
+    root: str  # and of data sets
+    home: str  # the working directory of the process that started the run
+    path: Sequence[str]  # and its module paths
 
     def __call__(self, data: Data, seed: int, root: Path | None, validation: Any) -> Path:
-        """See `raydpfl.data.prepare`; source files are in the other node's `root`."""
         folder = _call(self.node, _prepare, pickle.dumps((data, seed, validation)), self)
         return prepared(folder, self.node)
 
@@ -94,9 +82,7 @@ Files = dict[str, tuple[int, str]]  # by name: bytes, and the digest
 
 
 def _copy(source: Path, target: Path, node: str, files: Callable[[], Files]) -> Path:
-    """Copies files of the folder `source` of another node to the folder `target` of the cache,
-    unless they are there.
-    """
+    """Copies files of a folder of another node to one of the cache, unless it is there."""
     lock = cache_root() / "arriving" / target.name
     make(lock)
     with holding(lock):

@@ -37,7 +37,10 @@ from raydpfl.runtime.session import LOOK, Session, at_work, free, on_node, raise
 from raydpfl.sections import Client
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.pool import Pool
+from raydpfl.simulation.user_code import search
 from raydpfl.training.backends import BACKENDS
+from raydpfl.training.process_settings import tune_allocator
 
 if TYPE_CHECKING:
     from raydpfl.runtime.actor_pool import ActorPool
@@ -107,11 +110,8 @@ class Launcher:
 
     def decide(self, plan: Plan) -> Plan:
         """The plan with the number of client actors, and with what its clients' GPUs compute like
-        where this process has none: a node of the cluster is asked.
-
-        Raises:
-            ConfigError: the actors do not fit, or torch has no GPU there.
-            RunError: no GPU is free.
+        where this process has none: a node of the cluster is asked. Raises `ConfigError` where the
+        actors do not fit or torch has no GPU there, `RunError` where no GPU is free.
         """
         client = plan.experiment.client
         if client.actors == 0:
@@ -125,8 +125,14 @@ class Launcher:
         auto = client.actors == "auto"
         here = auto and not (self._address or self._group or client.num_gpus)
         nodes = self._nodes()
-        left = self._free(nodes) if auto and not self._group else None
-        run = (len(plan.population), plan.chunks_of_a_round, nodes, self._elastic, plan.d)
+        left = None
+        if auto and self._elastic:
+            left = {**nodes[0], "CPU": max(1.0, nodes[0]["CPU"] - at_work())}
+        elif auto and not self._group:
+            left = free()
+        assert isinstance(client.chunk, int)  # `auto` is resolved
+        chunks = max(1, round(plan.cohort / client.chunk))
+        run = (len(plan.population), chunks, nodes, self._elastic, plan.d)
         self._count = wanted(client, *run, left, here)
         if not here:
             return plan
@@ -160,13 +166,6 @@ class Launcher:
 
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
-    def _free(self, nodes: list[dict[str, float]]) -> dict[str, float]:
-        """What other runs have left of the nodes."""
-        if not self._elastic:
-            return free()
-        (here,) = nodes
-        return {**here, "CPU": max(1.0, here["CPU"] - at_work())}
-
     def _gpu_facts(self, gpus: float) -> dict[str, str]:
         """`raydpfl.core.device.facts` of a node of the cluster, or of the placement group."""
         import ray
@@ -193,7 +192,7 @@ class Launcher:
         on_stage: Callable[[str], object] = lambda what: None,
     ) -> Call:
         """`call(method, *arguments)` on the coordinator, which is started: an actor on this node,
-        or a plain object in this process. `on_stage` is given how many client actors have started.
+        or a plain object in this process. `on_stage` is given what is done meanwhile, in words.
         """
         with contained():
             pool = self._started(plan, on_stage) if self._count else None
@@ -224,7 +223,6 @@ class Launcher:
         import ray
 
         from raydpfl.runtime.actor_pool import ActorPool
-        from raydpfl.runtime.coordinator_actor import CoordinatorActor
 
         if not self._group:
             node = ray.get_runtime_context().get_node_id()
@@ -259,9 +257,7 @@ class Launcher:
             raise RunError(f"the coordinator died: {message(error)}; go on with --resume") from None
 
     def summary(self) -> dict[str, Any]:
-        """For `summary.json`: whether Ray was used, by how many client actors, and why `auto` did
-        without it.
-        """
+        """For `summary.json`: whether Ray was used, its client actors, and why not."""
         return {"used": self._count > 0, "actors": self._count, "why_not": self._reason}
 
 
@@ -274,3 +270,33 @@ def _inline(coordinator: Coordinator, method: str, *arguments: Any) -> Any:
         raise
     except Exception as error:  # a user-defined member may raise anything
         raise RunError(f"the run failed: {traceback_text(error)}") from error
+
+
+class CoordinatorActor(Coordinator):
+    """The coordinator in an actor of Ray, whose process starts before there is a run."""
+
+    def __init__(self) -> None:
+        pass
+
+    def begin(
+        self,
+        plan: bytes,
+        path: tuple[str, ...],
+        out: str,
+        pool: Pool,
+        resume: bool,
+        fresh_noise: bool,
+    ) -> tuple[int, list[str]]:
+        """As `start`, of a pickled plan. `path`: where the user's modules are found."""
+        search(path)
+        tune_allocator()
+        super().__init__(pickle.loads(plan), out, pool, resume, fresh_noise)
+        with contained():
+            return self.start()
+
+    def round(self) -> dict[str, Any]:
+        with contained(f"round {self.state.t}"):
+            return super().round()
+
+
+CoordinatorActor.__name__ = "Coordinator"  # in Ray's dashboard

@@ -6,10 +6,10 @@ it lives: so a parent that was itself killed with SIGKILL leaves no process behi
 agents outlive that by a minute, and stopped ones stay for good.
 """
 
-import contextlib
 import os
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 
@@ -21,7 +21,7 @@ def marked(mark: str) -> list[psutil.Process]:
     """The other processes whose environment has this mark."""
     processes = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
+        with suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
                 processes.append(process)
     return processes
@@ -30,13 +30,11 @@ def marked(mark: str) -> list[psutil.Process]:
 def kill(mark: str) -> None:
     """Kills all marked processes, and those that they have started meanwhile."""
     until = time.monotonic() + PATIENCE
-    processes = marked(mark)
-    while processes and time.monotonic() < until:
+    while (processes := marked(mark)) and time.monotonic() < until:
         for process in processes:
-            with contextlib.suppress(psutil.Error):
+            with suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(processes, timeout=0.5)
-        processes = marked(mark)
 
 
 if __name__ == "__main__":

@@ -155,9 +155,7 @@ def _check_folder(folder: Path, resume: bool, fresh_noise: bool) -> None:
 
 @contextmanager
 def _taken(folder: Path, resume: bool) -> Iterator[None]:
-    """Holds the run directory, which is made. A run without actors computes on one thread, and sets
-    how a GPU computes; afterwards all of that is as before.
-    """
+    """Holds the run directory, which is made, and restores threads and GPU settings."""
     created = not folder.exists()
     make_folder(folder)
     threads = torch.get_num_threads()
@@ -198,10 +196,7 @@ def alone(folder: Path, patience: float = 1.0) -> Iterator[None]:
     """Holds the run directory, so that no two runs write to it; a killed run holds it no longer.
 
     Waits `patience` seconds for it: a process that a killed run was forking holds it until it is
-    another program.
-
-    Raises:
-        ConfigError: when another run holds it, or it cannot be held.
+    another program. Raises `ConfigError` when another run holds it, or it cannot be held.
     """
     with ExitStack() as stack:
         try:
@@ -215,38 +210,27 @@ def alone(folder: Path, patience: float = 1.0) -> Iterator[None]:
         yield
 
 
+@dataclass
 class _Drive:
     """All rounds of a run, and its summary; whatever ends the run, the clients stop and the
     directory says how it ended.
-
-    Args:
-        call: calls a method of the coordinator.
-        plan: of the run.
-        folder: its directory.
-        began: when it did (`time.monotonic`).
-        ray: what the summary says of Ray.
     """
 
-    def __init__(self, call: Call, plan: Plan, folder: Path, began: float, ray: Mapping[str, Any]):
-        self.call = call
-        self.plan = plan
-        self.folder = folder
-        self.began = began
-        self.ray = ray
-        self.status = "completed"
-        self.failure: BaseException | None = None  # what has ended it early
-        self.reason: str | None = None  # why it ends before its last round, in words
-        # the measures that are computed once all rounds are done
-        self.lasting = [probe.kind for probe in plan.experiment.measure if probe.lasting]
+    call: Call  # calls a method of the coordinator
+    plan: Plan
+    folder: Path
+    began: float  # `time.monotonic`
+    ray: Mapping[str, Any]  # what the summary says of Ray
+    status: str = "completed"
+    failure: BaseException | None = None  # what has ended it early
+    reason: str | None = None  # why it ends before its last round, in words
 
     def carry_out(self, fresh_noise: bool, on_rows: Callable[[list[dict]], object]) -> None:
-        """Does the rounds that are left, and writes the summary and the model.
-
-        Raises:
-            KeyboardInterrupt, RunError: what ended the run early, unless it was its budget.
-        """
+        """Does the rounds that are left, and writes the results; raises what ended it early."""
         done = self.call("position")
         self.summary: dict[str, Any] = {}
+        # the measures that are computed once all rounds are done
+        self.lasting = [probe.kind for probe in self.plan.experiment.measure if probe.lasting]
         sending = _senders(self.plan, self.folder, done, fresh_noise)
         try:
             with signals.deferred():
@@ -284,9 +268,8 @@ class _Drive:
             return False
         else:
             if done < rounds and not self.reason:
-                self.status = "stopped"
+                self.status = "interrupted" if signals.asked() else "stopped"
                 if signals.asked():
-                    self.status = "interrupted"
                     self.failure = KeyboardInterrupt("interrupted by a signal")
         return True
 
@@ -301,13 +284,14 @@ class _Drive:
                 raise self.failure from None  # the coordinator is gone: its end is the news
             raise
         by_process = {"driver": peak_rss_mb(), **summary["peak_rss_mb"]}
-        summary["peak_rss_mb_by_process"] = by_process
-        summary["peak_rss_mb"] = max(by_process.values())
-        summary["ray"] = self.ray
-        summary["versions"] = versions()
-        summary["reason"] = str(self.failure) if self.failure else self.reason
-        summary["wall_seconds"] = time.monotonic() - self.began
-        self.summary = summary
+        self.summary = summary = summary | {
+            "peak_rss_mb_by_process": by_process,
+            "peak_rss_mb": max(by_process.values()),
+            "ray": self.ray,
+            "versions": versions(),
+            "reason": str(self.failure) if self.failure else self.reason,
+            "wall_seconds": time.monotonic() - self.began,
+        }
         if self.lasting and self.status == "completed":
             # it may take longer than the run, which is whole without it
             missing = MISSING.format(", ".join(self.lasting))
@@ -323,9 +307,7 @@ class _Drive:
             raise
 
     def measure_after(self, on_measure: Callable[[int, int], object]) -> None:
-        """What is measured of the finished run, a second at a time. An interrupt ends it at
-        once.
-        """
+        """Measures the finished run, a second at a time. An interrupt ends it at once."""
         if not self.lasting:
             return
         try:
@@ -337,9 +319,8 @@ class _Drive:
             on_measure(done, of)
             measures = self.call("measured_after")
         except KeyboardInterrupt:
-            missing = ", ".join(self.lasting)
             what = "the run in %s is whole, but for %s, which --resume computes"
-            log.warning(what, self.folder, missing)
+            log.warning(what, self.folder, ", ".join(self.lasting))
             raise
         self.summary |= {**measures, "reason": self.reason}
         self.summary["wall_seconds"] = time.monotonic() - self.began
@@ -355,9 +336,7 @@ class _Drive:
 
 
 def _senders(plan: Plan, folder: Path, done: int, fresh_noise: bool) -> list[Sender]:
-    """What hands the rows of a run, of which so many rounds are done, to its trackers; see
-    `raydpfl.tracking.sender.senders`.
-    """
+    """See `raydpfl.tracking.sender.senders`; so many rounds are `done`."""
     trackers = plan.experiment.track
     if not trackers:
         return []

@@ -49,15 +49,9 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 
 class Session:
-    """A connection of this process to Ray, until `close`.
-
-    Args:
-        address: local: a new Ray is started; else that of a cluster to join.
-        options: of `ray.init`.
-
-    Raises:
-        ConfigError: the cluster cannot be joined, or this process is connected already.
-        RunError: Ray does not start.
+    """A connection of this process to Ray, until `close`: to a new one where `address` is "local",
+    else to that of a cluster. `options` are those of `ray.init`. Raises `ConfigError` where the
+    cluster cannot be joined or this process is connected already, `RunError` if Ray does not start.
     """
 
     def __init__(self, address: str, **options: Any):
@@ -137,13 +131,11 @@ class Session:
             self._ended.set()
 
     def _alive(self) -> bool:
-        try:
-            if self._essential:
-                return all(one.status() != psutil.STATUS_ZOMBIE for one in self._essential)
-            _greet(self._store)
-        except (OSError, psutil.Error):
-            return False
-        return True
+        with suppress(OSError, psutil.Error):
+            if not self._essential:
+                _greet(self._store)
+            return all(one.status() != psutil.STATUS_ZOMBIE for one in self._essential)
+        return False
 
     def _watch(self) -> None:
         answered = time.monotonic()
@@ -207,9 +199,7 @@ def place() -> str:
 
 
 def on_node(remote: Any, node: str, **options: Any) -> Any:
-    """A function or class, to be called by `remote` on the node with this id of Ray's, without a
-    core of its own.
-    """
+    """`remote` on the node with this id of Ray's, without a core of its own."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -218,9 +208,7 @@ def on_node(remote: Any, node: str, **options: Any) -> Any:
 
 
 def raised(error: Exception, what: str) -> Exception:
-    """What a call in another process raised (a RayTaskError), as if it had run here: an error of
-    ours, else that `what` failed.
-    """
+    """A call's RayTaskError as if raised here: an error of ours, else `what` failed."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, (ConfigError, RunError)):
         return cause

@@ -35,8 +35,8 @@ def ready(
     platform: Mapping[str, str] | None = None,
     source: str = "",
 ) -> Started:
-    """Where a process runs, once it can work. What its node lacks comes back as an error that names
-    both.
+    """Where a process runs, once it can work. Raises `ConfigError`, naming the host, what it lacks
+    and what to set; and what `check` raises.
 
     Args:
         process: of this actor, not made yet.
@@ -47,9 +47,6 @@ def ready(
             like; None: anything.
         source: Ray's id of the node that has the data, which sends them where they are not
             (`raydpfl.runtime.file_transfer`); empty: they are here.
-
-    Raises:
-        ConfigError: naming the host, what it lacks, and what to set; and what `check` raises.
     """
     user_code.search(path)
     host = place()

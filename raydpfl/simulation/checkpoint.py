@@ -53,9 +53,7 @@ class Checkpoint:
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
-    """Writes a checkpoint completely or not at all, and removes all but the last `KEEP`. Raises
-    `FileError`.
-    """
+    """Writes a checkpoint, or raises `FileError`; removes all but the last `KEEP`."""
     with writing(folder):
         clear(folder, folder=True)
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,9 +109,8 @@ def load(
             more = "without any checkpoint the run would start again from its first round"
             raise RunError(f"no checkpoint can be gone on with; {changed} ({more})")
         if passed:
-            passed.append(
-                f"no checkpoint in {folder} can be read: the run starts again from its first round"
-            )
+            start = "the run starts again from its first round"
+            passed.append(f"no checkpoint in {folder} can be read: {start}")
     for warning in passed:
         log.warning(warning)
     return checkpoint

@@ -46,9 +46,7 @@ class StoredRun:
 
     @classmethod
     def of(cls, name: str, experiment: Experiment, folder: Path | None) -> StoredRun:
-        """The run in a directory; None: only its config is there. Raises `ConfigError` for a ledger
-        that cannot be read.
-        """
+        """The run in a directory; None: only its config is there. Raises `ConfigError`."""
         if folder is None:
             return cls(name, experiment)
         path = folder / "ledger.jsonl"
@@ -64,21 +62,21 @@ class StoredRun:
         """What tells its noise from that of others, in its ledger; empty: it has not begun."""
         return str(self.ledger[-1]["key"]) if self.ledger else ""
 
+    @property
+    def rounds(self) -> int:
+        """Those that count: in its ledger, or all."""
+        if self.ledger is None:
+            return self.experiment.rounds
+        return self.ledger[-1]["round"] + 1 if self.ledger else 0
+
 
 def compose(
     runs: Sequence[StoredRun], data_root: Path | None = None, delta: float | None = None
 ) -> Composition:
     """What holds against an observer of all the runs, by the rigorous accountants that any of them
-    names.
-
-    Args:
-        runs: at least one; nothing is trained.
-        data_root: the folder of data sets.
-        delta: of the guarantees; None: that of all runs.
-
-    Raises:
-        ConfigError: a run has no noise, runs have different clients, the same noise or different
-            deltas, or some protect clients and others samples.
+    names, at `delta` (None: that of all runs). Nothing is trained. Raises `ConfigError` where a run
+    has no noise, runs have different clients, the same noise or different deltas, or some protect
+    clients and others samples.
     """
     plans = [_plan(run, data_root) for run in runs]
     _check_steps(runs, plans)
@@ -88,7 +86,7 @@ def compose(
             expected += "(one release, or two whose difference is free of noise: noise.common)"
             raise ConfigError("RUN", other.name, expected)
         _check_people(one.name, other.name, plan, second)
-    deltas = sorted({plan.terms.delta for plan in plans})
+    deltas = sorted({plan.experiment.terms.delta for plan in plans})
     if delta is None and len(deltas) > 1:
         expected = f"one, at which all runs compose; theirs are {', '.join(map(str, deltas))}"
         raise ConfigError("--delta", None, expected)
@@ -109,9 +107,8 @@ def _together(
 def compose_trials(
     runs: Sequence[StoredRun], data_root: Path | None = None, adaptive: bool = False
 ) -> list[Composition]:
-    """What trials of a search spend together, for the clients of each seed that divides rows in a
-    way of its own. All rounds count, as those that a trial is stopped after depend on the data.
-    Arguments and errors are those of `compose`.
+    """As `compose`, what trials of a search spend together, for the clients of each seed that
+    divides rows in a way of its own. All rounds count: where a trial stops depends on the data.
     """
     if any(run.experiment.noise.of_seed for run in runs) and len(runs) > 1:
         raise ConfigError("noise.common", True, "noise of its own for each of the runs")
@@ -128,7 +125,8 @@ def compose_trials(
     for same in populations.values():
         plan = same[0][1]
         whole = [(replace(run, ledger=None), each) for run, each in same]
-        joint.append(_together(whole, plan.terms.delta, rigorous(plan.named), adaptive))
+        delta = plan.experiment.terms.delta
+        joint.append(_together(whole, delta, rigorous(plan.named), adaptive))
     return joint
 
 
@@ -146,10 +144,11 @@ def best_of_trials(
         counted = release.mechanism.sampling.by_participation
         rounds = run.experiment.rounds if counted else release.rounds
         releases.append(replace(release, rounds=rounds, participations=None))
-    if len({plan.terms for plan in plans}) > 1:
+    terms = {plan.experiment.terms for plan in plans}
+    if len(terms) > 1:
         expected = "one relation and delta for all trials of a private search"
         raise ConfigError("sweep.private", repetition.runs, expected)
-    return best_of(repetition, releases, plans[0].terms.delta, rigorous(plans[0].named))
+    return best_of(repetition, releases, terms.pop().delta, rigorous(plans[0].named))
 
 
 def _plans(runs: Sequence[StoredRun], data_root: Path | None) -> list[Plan]:
@@ -199,9 +198,7 @@ def _check_steps(runs: Sequence[StoredRun], plans: Sequence[Plan]) -> None:
 
 
 def _check_people(name: str, other: str, plan: Plan, second: Plan) -> None:
-    """Raises `ConfigError` unless two runs have the same clients, with the same rows but for those
-    that clients hold out.
-    """
+    """Raises `ConfigError` unless two runs have the same clients, held-out rows aside."""
     if _people(plan) == _people(second) or _rows(plan) == _rows(second):
         return
     why = "their data sections differ"
@@ -225,31 +222,26 @@ def _people(plan: Plan) -> Any:
 def _rows(plan: Plan) -> list[Any]:
     """Digests of the rows of the clients."""
     files = json.loads((plan.shards / "digests.json").read_text())["files"]
-    return [files.get(f"{name}.arrow", plan.shards.name) for name in ("train", "clients")] + [
-        files.get("rows.arrow")
-    ]
+    stored = [files.get(f"{name}.arrow", plan.shards.name) for name in ("train", "clients")]
+    return [*stored, files.get("rows.arrow")]
 
 
 def released_by_steps(run: StoredRun, plan: Plan) -> StepsRelease:
     """What a run with noise at local steps has released."""
-    lines = run.ledger
-    rounds = plan.experiment.rounds if lines is None else lines[-1]["round"] + 1 if lines else 0
     release = cast(LocalSteps, plan.mechanism)
     counts = np.zeros(len(release.samples), np.int64)
     cohorts = []
-    for clients in plan.draws(rounds):
+    for clients in plan.draws(run.rounds):
         np.add.at(counts, clients, 1)
         cohorts.append(hashlib.sha256(clients.tobytes()).hexdigest())
-    e = plan.experiment
-    rows = f"{release.sampling}, {e.evaluate.held_out}"
-    return StepsRelease(run.name, release, counts, e.seed, tuple(cohorts), rows)
+    rows = f"{release.sampling}, {plan.experiment.evaluate.held_out}"
+    return StepsRelease(run.name, release, counts, plan.experiment.seed, tuple(cohorts), rows)
 
 
 def released(run: StoredRun, plan: Plan) -> RunRelease:
     """What a run has released."""
     experiment = plan.experiment
-    lines = run.ledger
-    rounds = experiment.rounds if lines is None else lines[-1]["round"] + 1 if lines else 0
+    lines, rounds = run.ledger, run.rounds
     repeated = len(lines) - rounds if lines else 0  # released again, with noise and cohorts anew
     composed = int(plan.composed_rounds[rounds - 1]) + repeated if rounds else 0
     mechanism = cast(Mechanism, plan.mechanism)
@@ -266,7 +258,7 @@ def released(run: StoredRun, plan: Plan) -> RunRelease:
     return RunRelease(
         name=run.name,
         mechanism=mechanism.asking(surveys),
-        relation=plan.terms.relation,
+        relation=experiment.relation,
         rounds=composed,
         participations=max(plan.participations(rounds).values(), default=0) if known else None,
         seed=experiment.seed,

@@ -32,6 +32,7 @@ from raydpfl.simulation.pool import Inline, Pool
 from raydpfl.simulation.recorder import Recorder, joined, open_tables
 from raydpfl.simulation.resume import started, take_up
 from raydpfl.storage.run_files import Clock
+from raydpfl.training import backends
 
 
 class Coordinator:
@@ -58,8 +59,8 @@ class Coordinator:
         self._fresh_noise = fresh_noise
 
     def start(self) -> tuple[int, list[str]]:
-        """Takes up the run where it stands and starts its clients; the id of this process, and what
-        that warned of. Raises `RunError` for a run directory that contradicts itself.
+        """Takes up the run and starts its clients; the id of this process, and the warnings. Raises
+        `RunError` for a run directory that contradicts itself.
         """
         with captured_warnings() as warnings:
             self._take_up()
@@ -78,9 +79,8 @@ class Coordinator:
         self.state = state or RunState(0, model, bound, started(plan))
         std = plan.drawn_std if plan.mechanism else None
         check_whitening(plan)
-        self.noise = MonitoredNoise(
-            self.experiment.noise, plan.noise_seed, plan.d, self.state.t, std
-        )
+        drawn = (plan.noise_seed, plan.d, self.state.t, std)
+        self.noise = MonitoredNoise(self.experiment.noise, *drawn)
         self.monitor = sampling_monitor.of_run(plan, self.state.t, self.accounts.draws)
         # This may be a worker of Ray's, under other settings than the run's.
         provenance.check_node(platform.node(), plan.platform)
@@ -105,9 +105,9 @@ class Coordinator:
         total, results = self.collect(t, cohort)
         columns = joined(results)
         if self.plan.individual and len(cohort):
-            std = self.plan.sum_std(t, state.bound)
-            spent = columns["client"], columns.pop("contribution"), std, state.states["individual"]
-            self.plan.individual.spend(*spent)
+            std, spent = self.plan.sum_std(t, state.bound), state.states["individual"]
+            lengths = columns.pop("contribution")
+            self.plan.individual.spend(columns["client"], lengths, std, spent)
         clock.lap("collect")
         update = self.aggregate(t, cohort, self.release(t, total))
         model = state.model.astype(np.float64)
@@ -140,21 +140,22 @@ class Coordinator:
         return cohort
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
-        """Broadcasts the model; the exact sum of the cohort's contributions, float64 [d], and each
-        actor's account of them.
-        """
-        plan = self.plan
-        state = self.state
+        """The exact sum of what the cohort sends, float64 [d], and the actors' accounts of it."""
+        plan, state, local = self.plan, self.state, self.experiment.local
         clients = cohort.clients
-        sizes = self.experiment.local.rows_used(plan.population.sizes[clients])
-        width = self.experiment.client.chunk
+        sizes = plan.population.sizes[clients]
+        client = self.experiment.client
+        width = client.chunk
         assert isinstance(width, int)  # the plan has resolved "auto"
-        per_client = plan.weights(clients), sizes, width, plan.step_stds(clients)
+        steps = plan.mechanism.step_stds if plan.mechanism else None
+        stds = None if steps is None else steps[clients]
+        costs = backends.costs(client.backend, local, sizes, plan.d, gpu=client.num_gpus > 0)
         limits = None
         if plan.individual:
             std, spent = plan.sum_std(t, state.bound), state.states["individual"]
             limits = plan.individual.limits(clients, std, spent)
-        cut = scheduler.chunks(cohort, *per_client, plan.chunk_costs(clients), limits)
+        per_client = plan.weights(clients), local.rows_used(sizes), width, stds, costs, limits
+        cut = scheduler.chunks(cohort, *per_client)
         shares = self.pool.assign([state.memory.with_states(chunk) for chunk in cut])
         std = plan.client_std(t, state.bound)
         most = None if state.bound is None else state.bound * plan.weight
@@ -171,10 +172,8 @@ class Coordinator:
         experiment = self.experiment
         members: dict[str, Any] = {"bounding": experiment.bounding, "local": experiment.local}
         members |= {f"measure.{probe.kind}": probe for probe in experiment.measure}
-        states = {
-            name: member.broadcast_state(self.state.states[name])
-            for name, member in members.items()
-        }
+        given = self.state.states
+        states = {name: member.broadcast_state(given[name]) for name, member in members.items()}
         return Broadcast(self.state.model, {name: state for name, state in states.items() if state})
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
@@ -230,18 +229,17 @@ class Coordinator:
         by_query = bounding.answers(columns, self.state.bound)
         sums = {}
         for query in bounding.queries():
+            said = f"bounding.kind {bounding.kind}"
             if query.name not in by_query:
+                named = ", ".join(by_query) or "nothing"
                 raise RunError(
-                    f"bounding.kind {bounding.kind} gives no answers to its query {query.name}; "
-                    f"it answers {', '.join(by_query) or 'nothing'}"
+                    f"{said} gives no answers to its query {query.name}; it answers {named}"
                 )
             answers = np.nan_to_num(by_query[query.name])
-            if not (np.abs(answers) <= query.bound).all():
-                worst = float(np.abs(answers).max())
-                raise RunError(
-                    f"bounding.kind {bounding.kind} answers its query {query.name} with "
-                    f"{worst:g}, above its bound of {query.bound:g}"
-                )
+            worst = float(np.abs(answers).max(initial=0.0))
+            if not worst <= query.bound:
+                above = f"{worst:g}, above its bound of {query.bound:g}"
+                raise RunError(f"{said} answers its query {query.name} with {above}")
             std = plan.side_stds.get(query.name, 0.0) * plan.factor(t)
             who = (cohort.clients, cohort.draws, plan.clients_left)
             side_query = SideQuery(query.name, plan.noise_seed, t, std, *who)
@@ -283,7 +281,7 @@ class Coordinator:
         return self.record.afterwards(run, seconds)
 
     def measured_after(self) -> dict[str, Any]:
-        """What that came to, for the summary."""
+        """The results of `measure_after`, for the summary."""
         return self.record.measured_after()
 
     def parameters(self) -> np.ndarray:

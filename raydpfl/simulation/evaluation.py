@@ -5,6 +5,7 @@ process, added up in their order, so that a score does not depend on who evaluat
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -74,11 +75,11 @@ def _of_clients(shards: Shards, most: int) -> list[Batch]:
 
 def per_client(scores: Iterable[Scored], metric: Metric) -> np.ndarray:
     """The metric of every client, float64 [clients]; NaN of one that has none."""
-    every = [
-        total for score in scores if score.rows == metric_columns.CLIENT for total in score.sums
-    ]
+    of_clients = (score.sums for score in scores if score.rows == metric_columns.CLIENT)
+    every = chain.from_iterable(of_clients)
+    # None becomes NaN
     values = [metric.value(metric.joined([total])) if len(total) else None for total in every]
-    return np.array([math.nan if value is None else value for value in values])
+    return np.array(values, np.float64)
 
 
 def totals(
@@ -99,9 +100,7 @@ def totals(
 
 
 def scored(by_set: dict[str, list[tuple[Metric, Total]]]) -> dict[str, float | None]:
-    """Each score of these sets; None where a metric has no value, or none that is a number (but
-    the loss).
-    """
+    """Each score of these sets; None where it is no number (but the loss)."""
     values: dict[str, float | None] = {}
     for rows, totals in by_set.items():
         for metric, total in totals:
@@ -157,9 +156,8 @@ class Evaluator:
     def evaluate(
         self, model: np.ndarray, t: int, which: Sequence[int], own: Mapping[int, np.ndarray]
     ) -> list[Scored]:
-        """The scores of the model, float32 [d], after t rounds, on the batches `which`.
-
-        `own`: local parameters by client, float32 [own].
+        """The scores of the model, float32 [d], after t rounds, on the batches `which`. `own`:
+        local parameters by client, float32 [own].
         """
         self._t = t
         self._own = own
@@ -169,8 +167,7 @@ class Evaluator:
             scores = [sums for index in which for sums in self._scored(index)]
             sums = fetched([sums for _, sums in scores])
         self._own = {}
-        sets = [rows for rows, _ in scores]
-        return [Scored(*pair) for pair in zip(sets, sums, strict=True)]
+        return [Scored(rows, total) for (rows, _), total in zip(scores, sums, strict=True)]
 
     def _batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """x and y of a batch, on the device."""
@@ -213,18 +210,16 @@ class Evaluator:
         if self.per_client is None:
             return by_set
         nothing = outputs.new_empty(0)
-        pairs = zip(outputs.split(rows), y.split(rows), strict=True)
         sums = [
-            self.per_client.sums(self.form, *rows) if len(rows[1]) else nothing for rows in pairs
+            self.per_client.sums(self.form, *pair) if len(pair[1]) else nothing
+            for pair in zip(outputs.split(rows), y.split(rows), strict=True)
         ]
         return [*by_set, (metric_columns.CLIENT, sums)]
 
     def _of_own(
         self, clients: range, rows: Sequence[int], x: torch.Tensor, y: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """The outputs of the clients' own models for their rows, the targets, and the number of
-        rows by client: none of one that has no model of its own.
-        """
+        """Outputs of clients' own models (if any) on their rows, targets, and rows by client."""
         outputs = [x.new_empty(0, *self.form.outputs, dtype=torch.float32)]
         targets = {client: y[:0] for client in clients}
         held = dict(zip(clients, zip(x.split(rows), y.split(rows), strict=True), strict=True))

@@ -43,9 +43,7 @@ class Saved:
 
 
 def write_model(folder: Path, module: nn.Module, form: Form, summary: dict[str, Any]) -> None:
-    """Writes `module`, trained on samples of this form, with its summary to the run directory.
-    Raises `FileError`.
-    """
+    """Writes a trained module, with its summary, to the run directory (`FileError`)."""
     form_facts = {"shape": form.shape, "target": asdict(form.target), "tokens": form.tokens}
     form_facts["task"] = form.task.model_dump(mode="json")
     metadata = {
@@ -60,7 +58,9 @@ def write_model(folder: Path, module: nn.Module, form: Form, summary: dict[str, 
 
 
 def load(run: str | Path, client: int | None = None, trust_code: bool = False) -> Saved:
-    """What a run has trained, from its directory alone, a path or an address.
+    """What a run has trained, from its directory alone, a path or an address. Raises `ConfigError`
+    where that is none of a run that has ended, the client has no such model, or the model or task
+    is user-defined and `trust_code` is not set; `RunError` for weights that its summary has not.
 
     Args:
         run: the directory.
@@ -68,11 +68,6 @@ def load(run: str | Path, client: int | None = None, trust_code: bool = False) -
             the last checkpoint. None: the model that was sent to all.
         trust_code: import the user-defined classes that the run names, from here or as the run has
             stored their source. That runs their code.
-
-    Raises:
-        ConfigError: it is no directory of a run that has ended, the client has no such model, or
-            the model or task is user-defined and `trust_code` is not set.
-        RunError: the weights in it are not those of its summary.
     """
     if client is None:
         with storage.reading(run, wanted=_read) as folder:
@@ -138,8 +133,9 @@ def export(
     merged: bool = False,
     trust_code: bool = False,
 ) -> Path | str:
-    """Writes the model of a run to a file of its own, safetensors or a `state_dict` by its suffix:
-    of one with adapters what was trained.
+    """Writes the model of a run to a file, safetensors or a `state_dict` by its suffix: of one with
+    adapters what was trained. Returns the file. Raises `ConfigError` as `load`; or the run has no
+    adapters to merge, or there is no file to write them to.
 
     Args:
         run: the run directory, or its address.
@@ -147,13 +143,6 @@ def export(
         merged: adapters are added to the weights of their layers, and all is written, as it would
             be of the module without them.
         trust_code: as for `load`.
-
-    Returns:
-        The file.
-
-    Raises:
-        ConfigError: as `load`; or the run has no adapters to merge, or there is no file to write
-            them to.
     """
     with storage.reading(run, wanted=_read) as folder:
         path = _file(folder)
@@ -175,10 +164,8 @@ def _exported(module: nn.Module, merged: bool) -> dict[str, torch.Tensor]:
     added = models.adapters(module)
     if merged and not added:
         raise ConfigError("--merged", True, "a run with adapters (model.lora)")
-    if merged:
-        return models.merged(module)
-    if not added:
-        return module.state_dict()
+    if merged or not added:
+        return models.merged(module) if merged else module.state_dict()
     sent = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     sent -= models.shared_and_local.local(module)
     return {name: tensor for name, tensor in module.state_dict().items() if name in sent}

@@ -88,9 +88,7 @@ def numbers(z: np.ndarray, hidden: Sequence[np.ndarray] = ()) -> Numbers:
 
 
 def _along(z: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """The length of every row of z, [k, n], along that of the others, which are not zero; NaN where
-    they are.
-    """
+    """The length of every row of z, [k, n], along that of the others; NaN along zeros."""
     size = np.abs(others).max(1, initial=0.0)
     with np.errstate(invalid="ignore", divide="ignore"):
         scaled = others / size[:, None]
@@ -121,11 +119,8 @@ Test = tuple[float, str]  # the chance of what is seen, if the noise is sound, a
 
 
 class Draws:
-    """All draws of one kind in a run, such as those of the server on sums.
-
-    Args:
-        what: they are, for messages.
-        nth: a number from 0 that no other kind of the run has.
+    """All draws of one kind in a run, such as those of the server on sums: `what` names them in
+    messages, and no other kind of the run has the number `nth`, from 0.
     """
 
     def __init__(self, what: str, nth: int):
@@ -202,9 +197,7 @@ class Draws:
             yield chance, f"has {what} with other variations {over}"
 
     def _single_draw(self, z: np.ndarray) -> Iterator[Test]:
-        """Of one draw over std, float64 [d], by its coordinates, and what they come to over the
-        rounds.
-        """
+        """Of one draw over std, float64 [d], by its coordinates, alone and over the rounds."""
         if len(z) == 1:
             self._single.append(float(z[0]))
             n = len(self._single)
@@ -304,16 +297,11 @@ def check_whitening(plan: Plan) -> None:
 
 
 class MonitoredNoise:
-    """Draws the noise of a run, and tests what a user-defined class draws: all methods, and the
-    constructor, raise `RunError` for noise other than was accounted for.
+    """Draws the noise of a run from round t on, and tests what a user-defined class draws: all
+    methods, and the constructor, raise `RunError` for noise other than was accounted for.
 
-    Args:
-        noise: the member.
-        seed: of the noise.
-        d: parameters of the model.
-        t: the first round that it draws for.
-        sum_std: gives the accounted std of the noise on a round's sum, from the round and its
-            bound; None: no noise is accounted for.
+    `sum_std` gives the accounted std of the noise on a round's sum, from the round and its bound;
+    None: no noise is accounted for.
     """
 
     def __init__(

@@ -31,10 +31,9 @@ from raydpfl.methods.population import client_weights
 from raydpfl.methods.probes import Problem
 from raydpfl.methods.selection import Population
 from raydpfl.models.tasks import Form
-from raydpfl.privacy import Guarantee, Mechanism, Release, ReleaseReport, Segment, Terms
+from raydpfl.privacy import Guarantee, Mechanism, Release, ReleaseReport, Segment
 from raydpfl.privacy.individual import IndividualBudgets
 from raydpfl.privacy.integer_noise import Lattice
-from raydpfl.training import backends
 
 log = logging.getLogger("raydpfl")
 # What may differ between a run and its resumption: where it runs and what it shows, never what it
@@ -51,9 +50,7 @@ SHOWS = ("track",)  # sections that say where a run is shown, and nothing of wha
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run is made of. All stds scale with the bound in force, and by round as the
-    mechanism's `factors` say.
-    """
+    """All that a run is made of. Stds scale with the bound in force, and by round as `factors`."""
 
     experiment: Experiment  # nothing left at auto but client.actors
     shards: Path
@@ -81,13 +78,6 @@ class Plan:
         """The nominal size of a cohort."""
         return self.experiment.selection.sampling(self.population).cohort
 
-    @property
-    def chunks_of_a_round(self) -> int:
-        """The nominal number of chunks of a cohort."""
-        chunk = self.experiment.client.chunk
-        assert isinstance(chunk, int)  # `auto` is resolved
-        return max(1, round(self.cohort / chunk))
-
     def problem(self, shards: Shards) -> Problem:
         """What the run is to solve, as probes are shown it."""
         experiment = self.experiment
@@ -112,14 +102,10 @@ class Plan:
         return models.load(module, torch.from_numpy(parameters.copy()))
 
     def continued(self, segments: tuple[Segment, ...], restart_round: int | None = None) -> Plan:
-        """This plan for a run that has released `segments`: going on in the last of them, or
-        restarted from `restart_round`.
-        """
-        if not segments:
-            return self
-        history, first = segments[:-1], segments[-1].first
-        if restart_round is not None:
-            history, first = segments, restart_round
+        """This plan after the releases of `segments`, restarted from `restart_round` if any."""
+        history, first = segments, restart_round
+        if first is None:
+            history, first = segments[:-1], segments[-1].first if segments else 0
         if not history:
             return self
         experiment = self.experiment
@@ -133,8 +119,7 @@ class Plan:
         mechanism = self.mechanism and self.mechanism.restarted(most)
         if self.factors:  # of all releases, one after another
             past = [range(segment.first, segment.end) for segment in history]
-            rounds = chain(*past, range(first, experiment.rounds))
-            factors = tuple(map(self.factor, rounds))
+            factors = tuple(map(self.factor, chain(*past, range(first, experiment.rounds))))
             mechanism = replace(cast(Mechanism, mechanism), factors=factors)
         changed = replace(self, history=history, first=first, clients_left=clients_left)
         return replace(changed, mechanism=mechanism)
@@ -155,10 +140,8 @@ class Plan:
     def _cohorts(self, stored: str | None = None) -> str:
         """A digest of the draws by the experiment's own seed, and of how many rounds they are: all
         of a user-defined selection, else the first few; those of `stored`, if there are as many.
-
-        What was released before a change of code or of versions is counted by draws that are made
-        again after it.
         """
+        # what was released before a change of code or versions is counted by draws made after it
         experiment = self.experiment
         selection = experiment.selection
         rounds = experiment.rounds if selection.is_user_defined else min(experiment.rounds, 4)
@@ -193,14 +176,10 @@ class Plan:
         return len(self.history)
 
     @property
-    def repeated(self) -> int:
-        """How many releases there were in addition to those of the rounds as they count now."""
-        return sum(map(len, self.history)) - self.first
-
-    @property
     def composed_before(self) -> int:
-        """How many rounds accountants compose in addition to `composed_rounds`: those `repeated`;
-        where rounds of an epoch depend on each other, every epoch that a segment touches in full.
+        """How many rounds accountants compose in addition to `composed_rounds`: those released
+        again; where rounds of an epoch depend on each other, every epoch that a segment touches in
+        full.
         """
         sums = self.mechanism if self.mechanism and not self.mechanism.by_draws else None
         epoch = (sums and sums.cohorts and sums.cohorts.epoch) or 1
@@ -209,9 +188,7 @@ class Plan:
 
     @cached_property
     def surveys(self) -> np.ndarray:
-        """Noisy histograms of all clients until after every round, int64 [rounds], those before the
-        run was restarted included.
-        """
+        """Noisy histograms until after every round, int64 [rounds], restarts included."""
         every = self.experiment.evaluate.every
         rounds = np.arange(1, self.experiment.rounds + 1)
         if self.mechanism is None or self.mechanism.survey is None:
@@ -226,9 +203,7 @@ class Plan:
 
     @property
     def seed(self) -> int:
-        """The seed of batches, of randomness inside modules and of secret cohorts, from round
-        `first` on.
-        """
+        """Of batches, of randomness inside modules and of secret cohorts, from `first` on."""
         return seed_of(self.experiment.seed, self.restart)
 
     @cached_property
@@ -266,16 +241,13 @@ class Plan:
 
     @cached_property
     def survey_seed(self) -> int:
-        """The seed of the noise on histograms of scores: a digest of `noise_seed` and of all else
-        that the histograms depend on.
-        """
+        """The seed of the noise on histograms of scores, which no other release has."""
         experiment = self.experiment.evaluate
         asked = experiment.model_dump(mode="json", include={"histogram", "validation", "every"})
-        metric = experiment.per_client.meaning() if experiment.per_client else None
-        rules = [
-            rule.meaning() for rule in (experiment.fine_tune, self.experiment.personal) if rule
-        ]
-        return _digest64(["survey", self.noise_seed, asked, metric, *rules])
+        metric = experiment.per_client and experiment.per_client.meaning()
+        rules = filter(None, (experiment.fine_tune, self.experiment.personal))
+        facts = ["survey", self.noise_seed, asked, metric, *(rule.meaning() for rule in rules)]
+        return _digest64(facts)
 
     def _release_config(self) -> dict[str, Any]:
         """What of the experiment a release depends on, but for seed and size of its noise."""
@@ -296,9 +268,7 @@ class Plan:
 
     @property
     def rigorous(self) -> tuple[str, ...]:
-        """Of `named`, the rigorous accountants that cover the mechanism: the smallest epsilon of
-        theirs is held against the budget.
-        """
+        """Of `named`, the rigorous that cover the mechanism: the least epsilon has the budget."""
         return tuple(name for name in privacy.rigorous(self.named) if not self.uncovered(name))
 
     def check(self, shards: Shards) -> None:
@@ -325,18 +295,14 @@ class Plan:
         """Why an accountant does not cover the mechanism, in words; None if it does."""
         if self.mechanism is None or self.mechanism.by_draws:
             return None
-        return privacy.covers(accountant, cast(Mechanism, self.mechanism), self.terms.relation)
+        mechanism = cast(Mechanism, self.mechanism)
+        return privacy.covers(accountant, mechanism, self.experiment.relation)
 
     @cached_property
     def report(self) -> ReleaseReport:
         """What the mechanism costs, by the accountants of `named`."""
         assert self.mechanism is not None
-        return privacy.report_of(self.mechanism, self.named, self.terms)
-
-    @property
-    def terms(self) -> Terms:
-        """What guarantees are asked for at."""
-        return self.experiment.terms
+        return privacy.report_of(self.mechanism, self.named, self.experiment.terms)
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -350,17 +316,15 @@ class Plan:
         return (*asked, *(covering or privacy.FALLBACK)[:1])
 
     def weights(self, clients: np.ndarray) -> np.ndarray:
-        """The factors float64 [r] of these clients' contributions.
-
-        Raises `RunError` for one above `weight`, which is what the accountants count on.
+        """The factors float64 [r] of these clients' contributions. Raises `RunError` for one above
+        `weight`, which the accountants count on.
         """
-        weights = client_weights(
-            self.experiment.weights, self.experiment.selection, self.population
-        )[clients]
+        member = self.experiment.weights
+        weights = client_weights(member, self.experiment.selection, self.population)[clients]
         heaviest = float(np.abs(weights).max(initial=0.0))
         if not heaviest <= self.weight:
             raise RunError(
-                f"weights.kind {self.experiment.weights.kind} gives a client weight {heaviest:g}, "
+                f"weights.kind {member.kind} gives a client weight {heaviest:g}, "
                 f"above the {self.weight:g} that was accounted for"
             )
         return weights
@@ -372,9 +336,7 @@ class Plan:
         return self.factors[min(t, len(self.factors) - 1)] if self.factors else 1.0
 
     def sum_std(self, t: int, bound: float | None) -> float:
-        """Std of the noise on the sum of the contributions of round t with this bound; 0 when it is
-        drawn at local steps.
-        """
+        """Std of the noise on the sum of round t with this bound; 0: drawn at local steps."""
         if not self.ratio or bound is None:
             return 0.0
         return self.ratio * bound * self.weight * self.factor(t)
@@ -405,22 +367,6 @@ class Plan:
         """
         return self.experiment.noise.client_std(self.drawn_std(t, bound), self.clients_left)
 
-    def step_stds(self, clients: np.ndarray) -> np.ndarray | None:
-        """Stds float64 [r] of the noise of these clients on the mean gradient of every local step;
-        None when there is none.
-        """
-        stds = self.mechanism.step_stds if self.mechanism else None
-        return None if stds is None else stds[clients]
-
-    def chunk_costs(self, clients: np.ndarray) -> np.ndarray | None:
-        """What chunks of these clients are cut by, float64 [3, r]; see
-        `raydpfl.training.backends.base.Backend.costs`.
-        """
-        client = self.experiment.client
-        sizes = self.population.sizes[clients]
-        local = self.experiment.local
-        return backends.costs(client.backend, local, sizes, self.d, gpu=client.num_gpus > 0)
-
     def check_guarantees(self) -> None:
         """Warns of what a reader of the results should know; raises `BudgetError` when the claimed
         guarantee of a client will not hold, which is a warning where rounds were released twice.
@@ -434,7 +380,8 @@ class Plan:
         warnings = [SLOW if half and not hardware.has_bfloat16() else None]
         warnings += [_classes(Shards.open(self.shards)), *experiment.warnings()]
         if mechanism:
-            warnings.append(privacy.loose(self.terms.delta, mechanism.largest, mechanism.unit))
+            delta = experiment.terms.delta
+            warnings.append(privacy.loose(delta, mechanism.largest, mechanism.unit))
             warnings += self.report.warnings(participations)
         for warning in filter(None, warnings):
             log.warning(warning)
@@ -450,9 +397,7 @@ class Plan:
 
     def curves(self, draws: list[np.ndarray] | None = None) -> dict[str, np.ndarray]:
         """Epsilon after 1, 2, ... rounds by every accountant, float64 [rounds] each: of a client,
-        or of the sample that has spent most.
-
-        `draws`: the method's of all rounds; None: computed.
+        or of the sample that has spent most. `draws`: `counted_draws`; None: computed.
         """
         if not self.mechanism:
             return {}
@@ -461,15 +406,12 @@ class Plan:
         return self.report.curves(draws, composed, self.surveys)
 
     def cohort_seed(self, restart: int | None = None) -> int:
-        """The seed of the cohorts of a segment, the present one by default.
-
-        Where the cohort is a secret, a round that is released again has one of its own, or it would
-        amplify but once.
+        """The seed of the cohorts of a segment, the present one by default. Where the cohort is a
+        secret, a round that is released again has one of its own, or it would amplify but once.
         """
-        hidden = self.mechanism is not None and self.mechanism.hidden
-        return seed_of(
-            self.experiment.seed, (self.restart if restart is None else restart) if hidden else 0
-        )
+        if self.mechanism is None or not self.mechanism.hidden:
+            return self.experiment.seed
+        return seed_of(self.experiment.seed, self.restart if restart is None else restart)
 
     def draws(self, rounds: int) -> list[np.ndarray]:
         """The clients of every release up to round `rounds`, with repeats."""
@@ -498,9 +440,7 @@ class Plan:
         return Counter(client for clients in self.draws(rounds) for client in clients.tolist())
 
     def guarantees(self, rounds: int, participations: Mapping[int, int]) -> list[Guarantee]:
-        """What holds after `rounds` rounds, `participations` counting how often every client was
-        drawn.
-        """
+        """What holds after so many rounds; `participations`: draws of every client."""
         if not self.mechanism or rounds == 0:
             return []
         # how often the clients of a virtual cohort are drawn is unknown
@@ -511,18 +451,6 @@ class Plan:
         if self.individual:
             held += self.individual.guarantees(cast(Mechanism, self.mechanism))
         return held
-
-    def of_the_chosen(self, rounds: int, chosen: Mapping[int, int]) -> list[Guarantee]:
-        """As `guarantees`, counting only how often losses have chosen the clients: none of these is
-        proved. Empty where all who are exposed are counted.
-        """
-        uncounted = self.experiment.selection.uncounted
-        if not self.mechanism or rounds == 0 or uncounted is None:
-            return []
-        return [
-            guarantee.leaving_out(uncounted, "chosen")
-            for guarantee in self.report.guarantees(chosen, rounds)
-        ]
 
 
 def seed_of(seed: int, restart: int) -> int:
@@ -552,7 +480,7 @@ def _classes(shards: Shards) -> str | None:
         return "all training samples are of one class: no classes are left to distinguish"
     if not shards.unseen:
         return None
-    some = ", ".join(map(str, shards.unseen[:5])) + (", ..." if len(shards.unseen) > 5 else "")
+    some = ", ".join(map(str, shards.unseen[:5])) + ", ..." * (len(shards.unseen) > 5)
     return (
         f"no training sample is of {len(shards.unseen)} of the {shards.classes} classes ({some}); "
         "the model has an output for each: number the classes from 0 without gaps"

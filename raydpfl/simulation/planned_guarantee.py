@@ -21,20 +21,12 @@ def of_config(
     experiment: Experiment, data_root: Path | None = None, person: int | None = None
 ) -> Budget | PersonalBudget:
     """What a run would guarantee, with its cohorts drawn, and the noise that each accountant would
-    ask for. Nothing is trained; the data are prepared, for the clients' sizes.
+    ask for; client by client if the noise is at local steps. Nothing is trained; the data (in
+    `data_root`) are prepared, for the clients' sizes. Raises `ConfigError` for a run that would be
+    refused, or has no noise.
 
-    Args:
-        experiment: of the run.
-        data_root: the folder of data sets.
-        person: how many samples of a client a person has; None: all of them.
-
-    Returns:
-        A `PersonalBudget`, client by client, if the noise is at local steps.
-
-    Raises:
-        ConfigError: the run would be refused, or has no noise.
+    `person`: how many samples of a client a person has; None: all of them.
     """
-
     experiment = without_model(experiment)
     if not experiment.private:
         expected = "a noise with a budget, such as noise={kind: gaussian, epsilon: 8}"
@@ -67,7 +59,7 @@ def _of_cohorts(plan: Plan, mechanism: Mechanism, seen: Counter) -> Budget:
     target = experiment.noise.target()
     unknown: Unknown = "epsilon" if target is None else "noise"
     most = max(seen.values(), default=1) if experiment.noise.stands_for is None else None
-    terms = plan.terms
+    terms = experiment.terms
     individual = tuple(plan.individual.guarantees(mechanism)) if plan.individual else ()
     return Budget(
         mechanism, terms.relation, terms.delta, unknown, target, 1, most, terms.v, run=mechanism,
@@ -91,8 +83,8 @@ def without_model(experiment: Experiment) -> Experiment:
         return experiment.imported()
     changes: dict[str, Any] = {}
     if "model" in experiment.unread:
-        changes["model"] = models.FAMILY["linear"]()
-        changes["client"] = experiment.client.model_copy(update={"backend": "auto"})
+        client = experiment.client.model_copy(update={"backend": "auto"})
+        changes |= {"model": models.FAMILY["linear"](), "client": client}
     if "server" in experiment.unread:
         changes["server"] = server.ServerSgd()
     return experiment.model_copy(update=changes)

@@ -36,11 +36,8 @@ class Pool(Protocol):
     def run(
         self, broadcast: Broadcast, work: Work, assignments: Sequence[Sequence[Chunk]]
     ) -> Iterator[tuple[int, ChunkResult]]:
-        """Yields (index of the assignment, its result) as they arrive.
-
-        Raises:
-            ClientError: a client failed.
-            RunError: actors keep dying, or a client takes too long.
+        """Yields (index of the assignment, its result) as they arrive. Raises `ClientError` for a
+        client that failed, `RunError` where actors keep dying or a client takes too long.
         """
 
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:

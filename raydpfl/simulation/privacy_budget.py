@@ -36,14 +36,8 @@ class Account:
         return {name: float(curve[t]) for name, curve in self.curves.items()}
 
     def spend(self, t: int, bound: float | None) -> None:
-        """Writes the spending of round t to the ledger, before the round.
-
-        Args:
-            t: the round.
-            bound: in force in it; None: nothing is bounded.
-
-        Raises:
-            BudgetError: the run may not spend that; nothing is written.
+        """Writes the spending of round t, with this bound (None: nothing is bounded), to the ledger
+        ahead of it. Raises `BudgetError` where the run may not spend that; nothing is written.
         """
         spent = self.spent(t)
         budget = self.plan.experiment.privacy.budget
@@ -55,9 +49,7 @@ class Account:
             self.ledger.record(t=t, restart=self.plan.restart, epsilon=spent, **release)
 
     def _release(self, t: int, bound: float | None, present: bool) -> dict[str, Any]:
-        """What the ledger says of the release of round t. The key of its noise exists for the
-        `present` segment alone.
-        """
+        """The ledger's line of a release; only the `present` segment has a key of its noise."""
         plan = self.plan
         assert plan.mechanism is not None
         release: dict[str, Any] = {"mechanism": plan.mechanism.round_digest(), "bound": bound}
@@ -65,10 +57,9 @@ class Account:
         release |= {f"{name}_std": std * plan.factor(t) for name, std in plan.side_stds.items()}
         if plan.mechanism.survey:
             release["survey_std"] = plan.mechanism.survey.std if plan.surveyed(t) else 0.0
-        asked = plan.experiment.selection.loss_query
-        if asked:
+        if asked := plan.experiment.selection.loss_query:
             release["loss_std"] = asked.std
-        release["delta"] = plan.terms.delta
+        release["delta"] = plan.experiment.terms.delta
         return release | ({"key": self.plan.noise_key} if present else {})
 
     def verify(self, rounds: int, bound: float | None) -> None:
@@ -100,15 +91,16 @@ class Account:
 
     def guarantees(self, rounds: int, participations: Counter) -> list[Guarantee]:
         """What holds for everything in the ledger, rounds that a crash cut off included.
-
-        Args:
-            rounds: done.
-            participations: how often every client was drawn in them.
+        `participations`: how often every client was drawn in the rounds that are done.
         """
         recorded = self._recorded(rounds, participations)
         guarantees = self.plan.guarantees(*recorded)
-        if recorded[0] == rounds and not self.plan.history:  # else the chosen are unknown
-            guarantees += self.plan.of_the_chosen(rounds, participations)
+        uncounted = self.plan.experiment.selection.uncounted
+        # with a history, or rounds that a crash cut off, it is unknown who was chosen
+        if guarantees and uncounted and recorded[0] == rounds and not self.plan.history:
+            # counting only how often losses have chosen the clients, none of these is proved
+            chosen = self.plan.report.guarantees(participations, rounds)
+            guarantees += [guarantee.leaving_out(uncounted, "chosen") for guarantee in chosen]
         return guarantees
 
     def _recorded(self, rounds: int, participations: Counter) -> tuple[int, Counter]:
@@ -122,11 +114,8 @@ class Account:
     def per_client(
         self, out: Path, rounds: int, participations: Counter
     ) -> dict[str, list[Any]] | None:
-        """Writes every client's own guarantee to guarantees.parquet.
-
-        Returns:
-            Quantiles of epsilon over the clients, by accountant; None: clients have no guarantees
-            of their own.
+        """Writes every client's own guarantee to guarantees.parquet. Returns quantiles of epsilon
+        over the clients, by accountant; None: clients have no guarantees of their own.
         """
         mechanism = self.plan.mechanism
         if mechanism is None or not mechanism.by_draws:
@@ -135,8 +124,8 @@ class Account:
         rows = cast(LocalStepsReport, self.plan.report).client_table(seen)
         table = pa.Table.from_pylist(rows, schema(rows[0] if rows else ()))
         write_table(out / "guarantees.parquet", table)
-        columns: dict[str, list[Any]] = {"at": list(SHARES)}
-        for name in rigorous(self.plan.named):
-            quantiles = row_quantiles(rows, column(name))
-            columns[name] = [value if math.isfinite(value) else "infinity" for value in quantiles]
-        return columns
+        quantiles = {name: row_quantiles(rows, column(name)) for name in rigorous(self.plan.named)}
+        return {"at": list(SHARES)} | {
+            name: [value if math.isfinite(value) else "infinity" for value in values]
+            for name, values in quantiles.items()
+        }

@@ -62,9 +62,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def commit() -> str | None:
-    """The commit of the checkout that this package is in, `-dirty` with changes; None for an
-    installed one.
-    """
+    """Of the checkout that the package is in, `-dirty` with changes; None: there is none."""
     root = Path(__file__).parents[2]
     place = (f"--git-dir={root / '.git'}", f"--work-tree={root}")
     command = ("git", *place, "describe", "--always", "--dirty")
@@ -77,13 +75,10 @@ def commit() -> str | None:
 
 @functools.cache
 def capability() -> dict[str, str]:
-    """How this process computes.
-
-    Returns:
-        `cpu`, torch's vector instructions; `products`, whether MKL takes the processor for Intel's;
-        `settings`, environment variables that affect products; `arithmetic`, a digest of products,
-        convolutions, sums and elementary functions in float32 and float64, on one thread (about 10
-        ms); and where compiled code does not draw or train to `COMPILED`, `native`, its digest.
+    """How this process computes: `cpu`, torch's vector instructions; `products`, whether MKL takes
+    the processor for Intel's; `settings`, environment variables that affect products; `arithmetic`,
+    a digest of products, convolutions, sums and elementary functions in float32 and float64, on one
+    thread (10 ms); and where compiled code does not draw or train to `COMPILED`, `native`, its own.
     """
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
     facts = {
@@ -101,9 +96,8 @@ def capability() -> dict[str, str]:
 def check_node(
     host: str, expected: Mapping[str, str], gpu: Mapping[str, str] | None = None
 ) -> None:
-    """Raises `RunError` if this process, on the node `host`, does not compute as the run does.
-
-    `expected`: of the run, `of`. `gpu`: the facts of this process's GPU.
+    """Raises `RunError` if this process, on the node `host` and with a GPU of these facts, does not
+    compute as the run does (`expected`: of the run, `of`).
     """
     here = dict(capability())
     names = [*NODE]
@@ -140,9 +134,7 @@ def _digest(results: Iterable[np.ndarray]) -> str:
 
 
 def _compiled() -> Iterator[np.ndarray]:
-    """What compiled code makes of a fixed seed: normals, words, a norm, a sum, and clients that
-    train with momentum, clipping and noise.
-    """
+    """What compiled code draws, adds and trains (momentum, clipping, noise) of a fixed seed."""
     drawn = prng.normals(1, prng.Purpose.STEP_NOISE, 1000, t=2, client=3)
     yield drawn.numpy()
     yield native.norms(drawn[None])
@@ -198,9 +190,7 @@ def of(experiment: Experiment) -> dict[str, str]:
 
 @functools.cache
 def of_bfloat16() -> dict[str, str]:
-    """By the name bfloat16, a digest of products and convolutions in it: some processors have
-    instructions for them, which round otherwise.
-    """
+    """A digest of products in it, which some processors have other instructions for."""
     x = torch.linspace(-1, 1, 1 << 14).bfloat16()
     image = x[:6272].view(2, 4, 28, 28)
     with torch.inference_mode():
@@ -218,7 +208,7 @@ def differences(stored: Mapping[str, str], now: Mapping[str, str]) -> str:
         before, after = stored.get(name), now.get(name)
         if before == after:
             continue
-        if name.startswith(digests) and before is not None and after is not None:
+        if name.startswith(digests) and None not in (before, after):
             words.append(f"{name} has changed")
         else:
             words.append(f"{name} was {before or 'unset'}, now {after or 'unset'}")

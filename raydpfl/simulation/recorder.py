@@ -84,16 +84,10 @@ def open_tables(plan: Plan, out: Path) -> dict[str, StoredTable]:
 
 
 class Recorder:
-    """Writes the tables, checkpoints and other files of a run.
+    """Writes the tables, checkpoints and other files of a run to the directory `out`.
 
-    Args:
-        plan: of the rounds to come.
-        out: the run directory.
-        tables: as `open_tables` gives them, at the rounds that are done.
-        state: of the run, which the coordinator updates.
-        pool: its clients.
-        problem: what it solves.
-        survey: `Coordinator.survey`.
+    `tables` are those of `open_tables`, at the rounds that are done; the coordinator updates
+    `state`; `survey` is `Coordinator.survey`.
     """
 
     def __init__(
@@ -128,10 +122,10 @@ class Recorder:
             for row in self.rounds.arrow().select(["round", *self.evaluated]).to_pylist():
                 self._judge(row)
         self.dropped = Dropped(out / "dropped.jsonl", state.t)
-        followed = [probe.follow(out, plan.d, state.t) for probe in self.probes]
+        followed = (probe.follow(out, plan.d, state.t) for probe in self.probes)
         self._followers = [follower for follower in followed if follower is not None]
         self.follow()
-        assessing = [probe.assess(problem, out) for probe in self.probes]
+        assessing = (probe.assess(problem, out) for probe in self.probes)
         self._assessing = [probe for probe in assessing if probe is not None]
 
     def follow(self) -> None:
@@ -164,7 +158,7 @@ class Recorder:
         if dropped:
             self.dropped.append(seen.t, dropped)
         row |= {"dropped": len(dropped), "replaced": self.pool.replaced}
-        row["actors"] = self.pool.healthy
+        row |= {"actors": self.pool.healthy}
         row["seconds_clients"] = sum(result.seconds for result in results)
         self._client_rss = max([self._client_rss, *(result.peak_rss_mb for result in results)])
         for probe in self.probes:
@@ -243,9 +237,7 @@ class Recorder:
         return metric_columns.of_histogram(metric, histogram, counts)
 
     def over(self) -> str | None:
-        """Why the run ends with the rounds that are recorded (`evaluate.stop`), in words; None: it
-        goes on.
-        """
+        """Why the run ends now (`evaluate.stop`), in words; None: it goes on."""
         stop = self.plan.experiment.evaluate.stop
         if stop is None or len(self._since_best) <= stop.patience:
             return None
@@ -267,11 +259,7 @@ class Recorder:
         self._pace.took(time.monotonic() - began)
 
     def afterwards(self, run: Finished, seconds: float) -> tuple[int, int]:
-        """Continues, for about so many seconds, what is measured of a finished run.
-
-        Returns:
-            The steps done, and of how many.
-        """
+        """Measures a finished run for about so many seconds more: the steps done, of how many."""
         until = time.monotonic() + seconds
         self._measuring = self._measuring or self._measures(run)
         for progress in self._measuring:
@@ -284,9 +272,8 @@ class Recorder:
         for probe in self.probes:
             if probe.lasting:
                 values = probe.afterwards(run)
-                self._measured[probe.kind] = (
-                    values if isinstance(values, dict) else (yield from values)
-                )
+                values = values if isinstance(values, dict) else (yield from values)
+                self._measured[probe.kind] = values
 
     def measured_after(self) -> dict[str, Any]:
         """The results of that, for the summary."""
@@ -306,10 +293,9 @@ class Recorder:
         named = Shards.open(self.plan.shards).target
         if named.names:
             summary["class_names" if named.classes else "target_names"] = list(named.names)
-        sums = secure_sums(self.plan, rows)
-        summary |= {"secure_sums": sums} if sums else {}
-        individual = self.plan.individual
-        if individual:
+        if sums := secure_sums(self.plan, rows):
+            summary["secure_sums"] = sums
+        if individual := self.plan.individual:
             summary["individual"] = individual.summary(state.states["individual"])
         guarantees = account.guarantees(state.t, state.participations)
         mechanism = self.plan.mechanism
@@ -327,7 +313,7 @@ class Recorder:
             "seed": self.plan.experiment.seed,
             "precision": self.plan.experiment.client.precision,
             "capability": capability(),
-            "repeated_rounds": self.plan.repeated,
+            "repeated_rounds": sum(map(len, self.plan.history)) - self.plan.first,
             "noise_multiplier": mechanism.noise_multiplier if mechanism else None,
             "replaced_actors": self.pool.replaced,
             "sentences": in_words(guarantees),

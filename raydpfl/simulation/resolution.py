@@ -64,9 +64,7 @@ def _client(
     bound: float | None,
     cohort: int,
 ) -> tuple[Client, float]:
-    """Its section with the backend and the chunk chosen, `bound` being that on every sample's
-    gradient; and the seconds of `Plan.train_seconds`.
-    """
+    """`client` with its backend and chunk, and `Plan.train_seconds`; `bound`: of gradients."""
     client, local = experiment.client, experiment.local
     gpus, chunk = client.num_gpus, client.chunk
     if chunk == "auto":
@@ -188,9 +186,7 @@ def _individual(
     population: Population,
     data_root: Path | None,
 ) -> IndividualBudgets | None:
-    """Clients' own budgets. Raises `ConfigError` for a run in which the norm of what a client sends
-    is not all that it spends by.
-    """
+    """Clients' own budgets. Raises `ConfigError` where they spend by more than norms."""
     asked = experiment.privacy.individual
     if asked is None:
         return None

@@ -27,7 +27,9 @@ from raydpfl.storage.tables import StoredTable
 def take_up(
     plan: Plan, out: Path, tables: Mapping[str, StoredTable], resume: bool, fresh_noise: bool
 ) -> tuple[Plan, Account, RunState | None]:
-    """Begins a run, or continues it.
+    """Begins a run in the directory `out`, or continues it: the plan of the coming rounds, the
+    account, and the state; the last is None before the first round. Raises `RunError` where the
+    directory contradicts itself, or it would be another run.
 
     Args:
         plan: as it was made.
@@ -35,13 +37,6 @@ def take_up(
         tables: the run's, by name; they continue with their rows.
         resume: whether to continue from the newest checkpoint, if there is one.
         fresh_noise: whether the noise is fresh, so that code, versions and processor may differ.
-
-    Returns:
-        The plan of the coming rounds, the account, and the position; the last is None before the
-        first round.
-
-    Raises:
-        RunError: the run directory contradicts itself, or it would be another run.
     """
     if fresh_noise and plan.individual:
         expected = "none with privacy.individual: what clients spent after the checkpoint is lost"
@@ -68,9 +63,7 @@ def take_up(
 
 
 def started(plan: Plan) -> dict[str, State]:
-    """The members' states before the first round, by the names of their sections, and what clients
-    have spent of budgets of their own.
-    """
+    """The states before the first round, by section, and clients' spent budgets."""
     experiment = plan.experiment
     members: dict[str, Any] = {
         "server": experiment.server,
@@ -83,9 +76,8 @@ def started(plan: Plan) -> dict[str, State]:
 
 
 def check_origin(plan: Plan, stored: dict[str, str], fresh_noise: bool) -> None:
-    """Raises `RunError` if something that the bits depend on has changed since the run began.
-
-    With `fresh_noise` only the mechanism and the data must be the same.
+    """Raises `RunError` if something that the bits depend on has changed since the run began; with
+    `fresh_noise` only the mechanism and the data count.
     """
     now = plan.origin(stored)
     if fresh_noise:
@@ -109,9 +101,8 @@ def check_same_run(experiment: Experiment, folder: Path) -> None:
     asked = experiment.to_dict()
     if not isinstance(stored, dict) or not stored:
         problem = "empty" if stored in ({}, [], "") else "no mapping"
-        raise ConfigError(
-            "--resume", str(folder), f"the directory of a run; its config.yaml is {problem}"
-        )
+        expected = f"the directory of a run; its config.yaml is {problem}"
+        raise ConfigError("--resume", str(folder), expected)
     longer = _more_rounds(experiment, stored, folder)
     free = {f"{section}.{key}" for section, keys in FREE.items() for key in keys} | {*SHOWS}
     free |= {"rounds", "noise.rounds"} if longer else set()
@@ -126,10 +117,8 @@ def check_same_run(experiment: Experiment, folder: Path) -> None:
 def check_repeatable(experiment: Experiment, fresh_noise: bool) -> None:
     """Raises `ConfigError` for a run whose noise is not the same again, unless it is fresh."""
     if not (fresh_noise or experiment.noise.repeatable):
-        expected = (
-            f"--fresh-noise as well, as the noise of this run is not repeatable; {FRESH_NOISE}"
-        )
-        raise ConfigError("--resume", True, expected)
+        expected = "--fresh-noise as well, as the noise of this run is not repeatable; "
+        raise ConfigError("--resume", True, expected + FRESH_NOISE)
 
 
 def _keys(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,16 +131,13 @@ def _keys(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _more_rounds(experiment: Experiment, stored: dict[str, Any], folder: Path) -> bool:
-    """Whether it asks for more rounds than the run to be resumed, of the same noise.
-
-    Raises:
-        ConfigError: the noise would be another, as its size is for a number of rounds.
+    """Whether it asks for more rounds than the run to be resumed, of the same noise. Raises
+    `ConfigError` where the noise would be another, as its size is for a number of rounds.
     """
     rounds = stored.get("rounds")
     if not isinstance(rounds, int) or experiment.rounds <= rounds:
         return False
-    family = noise.FAMILY, noise.Noise
-    before: noise.Noise = choose("noise", stored.get("noise"), *family)
+    before: noise.Noise = choose("noise", stored.get("noise"), noise.FAMILY, noise.Noise)
     now = experiment.noise.calibrated_over(experiment.rounds)
     if now == before.calibrated_over(rounds):
         return True

@@ -73,12 +73,8 @@ class DrawnCohort:
 
 
 class Bets:
-    """All bets against the scheme of one run.
-
-    Args:
-        sampling: the declared scheme, where the cohort is a secret.
-        count: N, the number of clients.
-        pairs: whether to look for pairs of clients.
+    """All bets against the declared `sampling` of `count` clients in one run; `pairs`: whether to
+    look for pairs of clients.
     """
 
     def __init__(self, sampling: Sampling, count: int, pairs: bool = False):
@@ -119,8 +115,6 @@ class Bets:
 
 
 class Bet:
-    """Base of the bets."""
-
     _wealth: np.ndarray  # logarithms, by strategy
     impossible = False  # whether a cohort was one that the scheme never gives
 
@@ -411,9 +405,7 @@ class _Pairs(Bet):
                 self._pairs = together(self._seen, self._FIRST[-1])
 
     def _chance(self, left: int) -> float:
-        """The largest chance that the second of a pair is among the `left` that are not the first
-        of any.
-        """
+        """The largest chance of the second of a pair among the `left` that are no first ones."""
         firsts = self._pairs.shape[1]
         if not self._repeats:
             return left / (self._count - firsts)

@@ -91,9 +91,7 @@ class SamplingMonitor:
         self._candidates: np.ndarray | None = None  # who was asked in this round
 
     def check_candidates(self, t: int, clients: np.ndarray) -> None:
-        """Checks the clients int64 [k] that are about to be asked for their losses in round `t`.
-        Raises `RunError` as `check` does.
-        """
+        """As `check`, of the clients int64 [k] that are about to be asked for their losses."""
         self._refuse(self._faults_of_candidates(t, clients))
         self._candidates = clients
 
@@ -133,9 +131,7 @@ class SamplingMonitor:
             self._bets = None
 
     def _before(self, cohort: Cohort, participations: Mapping[int, int]) -> np.ndarray:
-        """How often the clients were drawn before this draw, int64 [r]; draws that drop out are
-        none.
-        """
+        """How often the clients were drawn before this draw, int64 [r], dropouts left out."""
         counts = list(map(participations.get, cohort.clients.tolist(), repeat(0)))
         return np.array(counts, np.int64) + Cohort.of(cohort.clients).draws
 
@@ -275,9 +271,7 @@ def of_run(plan: Plan, t: int, draws: list[np.ndarray] | None) -> SamplingMonito
 
 
 def check_scheme(plan: Plan) -> None:
-    """Raises `RunError` where the selection now declares another sampling scheme than the mechanism
-    was accounted with.
-    """
+    """Raises `RunError` for another sampling scheme than was accounted for."""
     accounted = plan.mechanism.cohorts if plan.mechanism else None
     if accounted is None:
         return

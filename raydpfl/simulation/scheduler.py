@@ -35,9 +35,7 @@ def chunk_width(cohort: int, most: int | None = None) -> int:
 
 
 def held_at_once(local: Local, shards: Shards, form: Form, module: nn.Module, gpus: float) -> int:
-    """How many clients' training takes about half of an actor's share of a GPU's memory, two at
-    least.
-    """
+    """How many clients train in half of an actor's share of GPU memory, two at least."""
     rows = int(local.rows_used(np.array([shards.sizes.max()]))[0])
     # weights, gradients and updates, these and the noise in float64, and what is in the making
     numbers = 16 * models.parameter_count(module)
@@ -61,8 +59,7 @@ def chunks(
     and `limits` float64 [r] are those of the cohort's clients; a chunk's rows are those of its
     largest. The cut is by size, and by place in the cohort among equals; within a chunk clients are
     in the order of their steps (with `costs`), the most first, and among equals in that of the
-    cohort. So it is a function of the cohort and the sizes, and clients of one size are cut as they
-    stand.
+    cohort.
 
     Chunks are of `width`, the last one filled up with empty slots. Where clients differ in what
     they cost (`costs`, see `raydpfl.training.backends.base.Backend.costs`) chunks are such that all
@@ -81,11 +78,9 @@ def chunks(
     for indices in np.split(order, ends[:-1]):
         indices = indices[np.lexsort((indices, -_at(steps, indices, -1)))]
         rows = max(1, int(_at(sizes, indices).max()))
-        draws = _at(cohort.draws, indices)
-        chunk_stds = None if stds is None else _at(stds, indices)
-        most = None if limits is None else _at(limits, indices)
-        clients = _at(cohort.clients, indices, -1)
-        cut.append(Chunk(clients, draws, _at(weights, indices), rows, None, chunk_stds, most))
+        per_client = _at(cohort.draws, indices), _at(weights, indices)
+        given = (None if values is None else _at(values, indices) for values in (stds, limits))
+        cut.append(Chunk(_at(cohort.clients, indices, -1), *per_client, rows, None, *given))
     return cut
 
 
@@ -118,9 +113,7 @@ def _at(values: np.ndarray, indices: np.ndarray, fill: int = 0) -> np.ndarray:
 
 
 class Costs:
-    """Seconds that chunks take, by the seconds of a row in past rounds. Only the assignment to
-    actors depends on it.
-    """
+    """Seconds that chunks take, by past rounds; only the assignment depends on it."""
 
     FADE = 0.9  # weight of earlier assignments when another is added
 
@@ -143,9 +136,8 @@ class Costs:
 
 
 def assign_chunks(chunks: Sequence[Chunk], count: int, costs: np.ndarray) -> list[list[Chunk]]:
-    """The chunks in at most `count` assignments of about one cost, the costliest first.
-
-    `costs`: by chunk. The costliest chunk that is left goes to the cheapest assignment.
+    """The chunks in at most `count` assignments of about one cost (`costs`: by chunk), the
+    costliest first. The costliest chunk that is left goes to the cheapest assignment.
     """
     assigned: list[list[int]] = [[] for _ in range(count)]
     loads = np.zeros(count)
@@ -158,10 +150,8 @@ def assign_chunks(chunks: Sequence[Chunk], count: int, costs: np.ndarray) -> lis
 
 
 def assign_clients(chunks: Sequence[Chunk], count: int, costs: np.ndarray) -> list[list[Chunk]]:
-    """The chunks, cut between clients, in at most `count` assignments that differ in cost by one
-    client at most. For clients that have the same bits in any chunk.
-
-    `costs`: by chunk.
+    """The chunks, cut between clients, in at most `count` assignments that differ in cost (`costs`:
+    by chunk) by one client at most. For clients that have the same bits in any chunk.
     """
     present = [int((chunk.clients >= 0).sum()) for chunk in chunks]
     per_client = np.repeat(costs / np.maximum(present, 1), present)

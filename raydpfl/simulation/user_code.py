@@ -48,39 +48,27 @@ PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 
 def in_training(experiment: Experiment) -> bool:
     """Whether user-defined code takes part in what a client does."""
-    members = (
-        experiment.local,
-        experiment.bounding,
-        experiment.model,
-        experiment.evaluate.fine_tune,
-        experiment.personal,
-    )
-    return any(member is not None and member.is_user_defined for member in members)
+    members = (experiment.local, experiment.bounding, experiment.model)
+    personal = (experiment.evaluate.fine_tune, experiment.personal)
+    return any(member.is_user_defined for member in (*members, *filter(None, personal)))
 
 
 def in_run(experiment: Experiment) -> bool:
     """Whether user-defined code takes part in anything that a process of the run does."""
-    members = (
-        experiment.noise,
-        experiment.selection,
-        experiment.data.task,
-        *experiment.measure,
-        *experiment.metrics,
-    )
-    return in_training(experiment) or any(member.is_user_defined for member in members)
+    members = (experiment.noise, experiment.selection, experiment.data.task)
+    several = (*members, *experiment.measure, *experiment.metrics)
+    return in_training(experiment) or any(member.is_user_defined for member in several)
 
 
 # --- what it does ---
 
 
 def sources(experiment: BaseModel) -> dict[str, str]:
-    """Digests of the user-defined code that the experiment names: 16 hexadecimal digits by
-    "code MODULE:NAME".
-
-    A digest covers the module and all user-defined modules that it imports, even if only when a
-    function runs: their statements, without comments, docstrings and formatting. For code without a
-    file, typed into an interpreter, it covers the code itself and what it names, and for a model of
-    transformers the version.
+    """Digests of the user-defined code that the experiment names, by "code MODULE:NAME": 16
+    hexadecimal digits of the module and all user-defined modules that it imports, even if only when
+    a function runs: their statements, without comments, docstrings and formatting; of code without
+    a file, typed into an interpreter, the code itself and what it names; of a model of transformers
+    the version.
     """
     texts = {}
     for name, module, member in _user_defined(experiment):
@@ -97,9 +85,7 @@ def sources(experiment: BaseModel) -> dict[str, str]:
 
 
 def check_code(host: str, expected: Mapping[str, str], experiment: BaseModel) -> None:
-    """Raises `RunError` if the user-defined code of an experiment, as imported on the node `host`,
-    is not that of the facts that the run expects.
-    """
+    """Raises `RunError` if user-defined code, as imported on `host`, is not the run's."""
     stated = {name: digest for name, digest in expected.items() if name.startswith("code ")}
     here = sources(experiment) if stated else {}
     other = [name for name, digest in stated.items() if here.get(name) != digest]
@@ -109,9 +95,7 @@ def check_code(host: str, expected: Mapping[str, str], experiment: BaseModel) ->
 
 
 def _user_defined(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
-    """(name, module, class or function) of every member of the tree, and of a model's kind, that is
-    not raydpfl's or torch's.
-    """
+    """(name, module, class or function) of every user-defined member and model kind."""
     if isinstance(node, BaseModel):
         cls = type(node)
         if cls.__module__.partition(".")[0] in SHIPPED:
@@ -137,9 +121,7 @@ def _imported_kind(kind: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
 
 
 def _files(module: ModuleType) -> dict[str, Path]:
-    """The file of a module, and those of the packages that it is in and of the user-defined modules
-    that it imports, at any depth, by module.
-    """
+    """By module, the files of it, its packages and the user-defined modules it imports."""
     files: dict[str, Path] = {}
     waiting = [(module.__name__, Path(getattr(module, "__file__", None) or ""))]
     while waiting:
@@ -170,9 +152,7 @@ def _imports(module: str, path: Path) -> Iterator[str]:
 
 
 def _place(name: str) -> Path | None:
-    """The file of a module, which need not have been imported; None: it has none, or there is no
-    such module. Nothing is imported.
-    """
+    """The file of a module, imported or not; None: there is none. Imports nothing."""
     if name in sys.modules:
         path = getattr(sys.modules[name], "__file__", None)
         return Path(path) if path else None
@@ -196,15 +176,18 @@ Imports = tuple[tuple[int, str, tuple[str, ...]], ...]  # level, module, the nam
 
 
 def _parsed(path: Path) -> tuple[bytes, Imports]:
-    """A digest of the statements of a module but for those that do nothing (docstrings, `pass`),
-    and its imports; of one that is not Python of its bytes, and none.
-    """
+    """A digest of a module's statements, and its imports; else of its bytes, and none."""
     source = path.read_bytes()
     return _statements(source) if path.suffix == ".py" else (hashlib.sha256(source).digest(), ())
 
 
 @functools.lru_cache(maxsize=512)
 def _statements(source: bytes) -> tuple[bytes, Imports]:
+
+    def works(node: Any) -> bool:
+        constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        return not (constant or isinstance(node, ast.Pass))
+
     tree = ast.parse(source)
     imports: list[tuple[int, str, tuple[str, ...]]] = []
     for node in ast.walk(tree):
@@ -215,13 +198,8 @@ def _statements(source: bytes) -> tuple[bytes, Imports]:
             imports.append((node.level, node.module or "", names))
         for name, value in ast.iter_fields(node):
             if isinstance(value, list):
-                setattr(node, name, [child for child in value if not _does_nothing(child)])
+                setattr(node, name, [*filter(works, value)])
     return hashlib.sha256(ast.unparse(tree).encode()).digest(), tuple(imports)
-
-
-def _does_nothing(node: Any) -> bool:
-    constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return constant or isinstance(node, ast.Pass)
 
 
 def _typed(member: Any) -> bytes:
@@ -288,10 +266,8 @@ def store_code(experiments: Iterable[BaseModel], folder: Path, fresh: bool = Fal
 @contextmanager
 def stored_code(run: str | Path, first: bool = False) -> Iterator[Path | None]:
     """Within, the user-defined modules of the directory of a run (or its address) are imported
-    where there are no others of their names.
-
-    `first`: they are also imported where others of their names differ, with a warning. Raises
-    `ConfigError` where another user can write them, or one that differs has been imported.
+    where there are no others of their names; if `first` also where others differ, with a warning.
+    Raises `ConfigError` where another user can write them, or one that differs has been imported.
     """
     with storage.reading(run, "config", lambda name: name.startswith(f"{KEPT}/")) as folder:
         place = Path(os.path.abspath(folder / KEPT))
@@ -316,9 +292,7 @@ def stored_code(run: str | Path, first: bool = False) -> Iterator[Path | None]:
 
 
 def search(path: Sequence[str]) -> None:
-    """Imports in this process from the `sys.path` of another: from what a run stores first, if that
-    comes first there.
-    """
+    """Takes on another process's `sys.path`, with what a run stores first if it is there."""
     ahead = [entry for entry in path[:1] if os.path.basename(entry) == KEPT]
     sys.path[:] = dict.fromkeys([*ahead, *sys.path, *path])
 
@@ -333,9 +307,7 @@ def _check_private(paths: Sequence[Path]) -> None:
 
 
 def _other(place: Path) -> dict[str, tuple[Path, Path | None]]:
-    """By module, the stored files that are not found with the same statements elsewhere, and what
-    is found there instead.
-    """
+    """By module, stored files found nowhere else with the same statements; what is there."""
     other = {}
     for path in sorted(path for path in place.rglob("[!.]*") if path.is_file()):
         parts = path.relative_to(place).parts
@@ -349,18 +321,12 @@ def _other(place: Path) -> dict[str, tuple[Path, Path | None]]:
 
 
 def _warn(other: Mapping[str, tuple[Path, Path | None]], place: Path) -> None:
-    """Warns of modules here that differ from what is stored. Raises `ConfigError` for one that has
-    been imported.
-    """
+    """Warns of modules that differ here; `ConfigError` for one that is imported."""
     for name in other.keys() & sys.modules.keys():
         path, here = other[name]
         expected = f"a process that has not imported another {name} ({here})"
         raise ConfigError("code", str(path), expected)
-    differ = [str(here) for _, here in other.values() if here]
+    differ = ", ".join(str(here) for _, here in other.values() if here)
     if differ:
-        log.warning(
-            "%s differs from what the run began with, stored in %s: that is used; "
-            "--fresh-noise would take the new code",
-            ", ".join(differ),
-            place,
-        )
+        said = "%s differs from what the run began with, stored in %s: that is used; "
+        log.warning(f"{said}--fresh-noise would take the new code", differ, place)

@@ -28,6 +28,7 @@ from raydpfl.simulation.client import actor
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.client.contribution import InKernel, Scaled
 from raydpfl.simulation.resolution import resolve
+from raydpfl.training import backends
 from raydpfl.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
@@ -282,9 +283,12 @@ class Trained:
         clients = np.arange(23)
         cohort = Cohort(clients, np.zeros_like(clients))
         e = plan.experiment
-        sizes = e.local.rows_used(plan.population.sizes[clients])
-        given = plan.weights(clients), sizes, e.client.chunk, plan.step_stds(clients)
-        chunks = scheduler.chunks(cohort, *given, plan.chunk_costs(clients))
+        sizes = plan.population.sizes[clients]
+        stds = plan.mechanism.step_stds if plan.mechanism else None
+        stds = None if stds is None else stds[clients]
+        costs = backends.costs(e.client.backend, e.local, sizes, plan.d, gpu=False)
+        given = plan.weights(clients), e.local.rows_used(sizes), e.client.chunk, stds, costs
+        chunks = scheduler.chunks(cohort, *given)
         bound = e.bounding.initial_bound
         std = plan.client_std(0, bound)
         most = None if bound is None else bound * plan.weight

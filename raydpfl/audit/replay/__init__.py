@@ -238,7 +238,8 @@ def _of_steps(plan: Plan) -> tuple[list[Check], list[str]]:
         return [], []
     drawn = checks.noise_of_steps(plan, FALSE_ALARM)
     try:
-        run = local_step_canaries.run(plan, CANARIES, plan.terms.delta, lambda done, of: None)
+        delta = plan.experiment.terms.delta
+        run = local_step_canaries.run(plan, CANARIES, delta, lambda done, of: None)
     except ConfigError as error:
         return drawn, [f"local steps ({error})"]
     held = checks.curve(run.least_deltas(run.printed))

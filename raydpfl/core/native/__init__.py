@@ -83,9 +83,7 @@ def _line(error: Exception) -> str:
 
 
 def _opened(command: list[str], name: str) -> ctypes.CDLL:
-    """The library, from the cache or, where it cannot be, from a folder of this process alone.
-    Raises what `kernel_build.compiled` does.
-    """
+    """The library, from the cache or else from a folder of this process alone."""
     path = kernel_build.place(name)
     with suppress(OSError):
         return _sound(path)
@@ -117,23 +115,22 @@ def _sound(path: Path) -> ctypes.CDLL:
 
 def _call(function: Callable[..., int], *values: Any) -> int:
     """Calls compiled code with int64 and float64 numbers, and pointers to arrays."""
-    return function(*map(_converted, values))
 
+    def converted(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return ctypes.c_void_p(value.ctypes.data)
+        if isinstance(value, float):
+            return ctypes.c_double(value)
+        return ctypes.c_int64(int(value)) if isinstance(value, (int, np.integer)) else value
 
-def _converted(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return ctypes.c_void_p(value.ctypes.data)
-    if isinstance(value, float):
-        return ctypes.c_double(value)
-    return ctypes.c_int64(int(value)) if isinstance(value, (int, np.integer)) else value
+    return function(*map(converted, values))
 
 
 def use(count: int) -> None:
     """Has so many threads of this process, the caller's among them, train clients and add parts of
     sums from now on. Where two threads of Python call at once, one of them has these threads.
     """
-    compiled = library()
-    if compiled is not None:
+    if (compiled := library()) is not None:
         _call(compiled.raydpfl_threads, count)
 
 
@@ -177,7 +174,8 @@ def add(
     noise: np.ndarray | None = None,
 ) -> bool:
     """Adds rows[i], or factors[i] rows[i] (+ noise[i]), to `total`: every product and sum rounded,
-    and then to multiples of `step`, halves to even ones.
+    and then to multiples of `step`, halves to even ones. Returns whether no number that is added
+    exceeds `most` in size: else the total is any.
 
     Args:
         total: float64 [d], changed in place.
@@ -186,9 +184,6 @@ def add(
         most: 2^51 steps at most.
         factors: float64 [k].
         noise: float64 [k, d].
-
-    Returns:
-        Whether no number that is added exceeds `most` in size: else the total is any.
     """
     compiled = library()
     doubles = [array for array in (total, factors, noise) if array is not None]
@@ -248,7 +243,8 @@ def read(
     most: int = 1 << 30,
 ) -> bool:
     """Reads stretches of a file, those in memory first, while the system fetches the others; False
-    where nothing is compiled.
+    where nothing is compiled. Raises EOFError where the file ends before, OSError where it cannot
+    be read.
 
     Args:
         file: its descriptor.
@@ -256,10 +252,6 @@ def read(
         into: uint8 [n].
         places: where each goes in `into`, int64 [k].
         most: bytes that are read at once, at most.
-
-    Raises:
-        EOFError: the file ends before.
-        OSError: it cannot be read.
     """
     compiled = library()
     if compiled is None:

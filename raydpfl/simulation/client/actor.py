@@ -32,10 +32,9 @@ from raydpfl.errors import RAISED, ConfigError, DeviceError, contained, in_line
 from raydpfl.experiment import Experiment
 from raydpfl.simulation.client import personalization
 from raydpfl.simulation.client.actor_round import ActorRound, ChunkRound
-from raydpfl.simulation.client.chunk_training import ChunkTraining, ClientProgress
+from raydpfl.simulation.client.chunk_training import ChunkTraining, ClientProgress, UserCodeWatch
 from raydpfl.simulation.client.contribution import Contribution, InKernel, Scaled, choose
 from raydpfl.simulation.client.data_cache import GpuRows, Rows
-from raydpfl.simulation.client.user_code_watch import UserCodeWatch
 from raydpfl.simulation.evaluation import Evaluator, Scored
 from raydpfl.simulation.user_code import in_training
 from raydpfl.training.process_settings import single_thread, tune_allocator
@@ -127,9 +126,7 @@ class ClientActor:
             raise ConfigError("model.kind", kind, f"{expected} ({in_line(error)})") from None
 
     def train(self, broadcast: Broadcast, work: Work, chunks: Sequence[Chunk]) -> ChunkResult:
-        """The exact sum of what the clients of these chunks send, and the columns recorded of
-        them.
-        """
+        """The exact sum of what clients of these chunks send, and the columns recorded of them."""
         with contained(f"round {work.t}"):
             began = time.perf_counter()
             self.trainer.seed = work.seed
@@ -181,9 +178,7 @@ class ClientActor:
         state.finish(self.experiment.bounding)
 
     def joined(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
-        """The chunks in the order of their rows; joined, where the threads of compiled code train
-        them and padding hardly grows.
-        """
+        """The chunks by rows; joined, where compiled code trains and padding hardly grows."""
         features = math.prod(self.shards.shape)
         group: list[Chunk] = []
         for chunk in sorted(chunks, key=lambda chunk: chunk.rows):
@@ -221,10 +216,8 @@ class ClientActor:
                     parts.append(self.form.task.loss(self.module(x[0]), y[0]).double())
             every = torch.cat(parts).cpu().numpy() if parts else np.empty(0)
         by_client = np.split(every, np.cumsum([len(part) for part in parts])[:-1])
-        return [
-            selection.answer(losses, noise_seed, t, client)
-            for client, losses in zip(clients, by_client, strict=False)
-        ]
+        pairs = zip(clients, by_client, strict=False)
+        return [selection.answer(losses, noise_seed, t, client) for client, losses in pairs]
 
     @contained("an evaluation of the model")
     def evaluate(

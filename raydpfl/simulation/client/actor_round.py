@@ -68,12 +68,9 @@ class ActorRound:
             self.client_states.setdefault(member, []).append(vectors.float().cpu().numpy())
 
     def result(self) -> ChunkResult:
-        """The sum and the columns, ordered by client. Raises `RunError` for a contribution out of
-        the grid's range.
-        """
+        """The sum and the columns, by client; `RunError` beyond the grid's range."""
         for other in self.totals[1:]:
             self.totals[0] += other
-        total = self.total.cpu().numpy()
         if self.largest:
             exact_sum.check_range(float(torch.stack(self.largest).max()), self.work.grid)
         columns = {name: np.concatenate(parts) for name, parts in self.columns.items()}
@@ -87,16 +84,13 @@ class ActorRound:
             name: np.sum(parts, axis=0) if name == "sum" else np.concatenate(parts)
             for name, parts in self.noise.items()
         }
-        return ChunkResult(total, columns, states, dropped, noise, peak_rss_mb=peak_rss_mb())
+        facts = (columns, states, dropped, noise)
+        return ChunkResult(self.total.cpu().numpy(), *facts, peak_rss_mb=peak_rss_mb())
 
 
 class ChunkRound:
     """A chunk in a round: what is known of its clients until all of them have sent.
-
-    Args:
-        actor: the actor's part of the round.
-        chunk: the clients.
-        local_parameters: those before the round, float32 [C, own].
+    `local_parameters`: those before the round, float32 [C, own].
     """
 
     def __init__(self, actor: ActorRound, chunk: Chunk, local_parameters: torch.Tensor):
@@ -146,14 +140,12 @@ class ChunkRound:
         return View(self.work.t, actor.lr, self.work.bound, actor.model, state, client_state)
 
     def drop(self, slot: int, detail: str) -> None:
-        """Leaves a failed client out of the round; raises `ClientError` unless `on_error` is
-        `drop`.
-        """
+        """Leaves out a failed client; raises `ClientError` unless `on_error` is `drop`."""
         client = int(self.chunk.clients[slot])
         if self.actor.on_error == "fail":
             raise ClientError(client, detail)
         self.actor.dropped.append((client, detail))
-        self.actor.failed |= {(client, int(self.chunk.draws[slot]))}
+        self.actor.failed.add((client, int(self.chunk.draws[slot])))
 
     def drop_not_finite(self, slot: int, norm: float) -> None:
         """Drops a client whose update has this norm, unless its training has already failed."""
@@ -181,18 +173,17 @@ class ChunkRound:
         for slots in self.slots[:, None] if bounding.is_user_defined else [self.slots]:
             lost = ~np.isfinite(self.norms[slots])
             clipped = bounding.clipped(self.factors[slots], self.clipped[slots])
-            self.actor.add_columns(
-                {
-                    "client": self.chunk.clients[slots],
-                    "draw": self.chunk.draws[slots],
-                    "norm": self.norms[slots],
-                    "factor": self.factors[slots],
-                    "clipped": np.where(lost, np.nan, clipped),
-                    "train_loss": self.losses[slots],
-                }
-            )
+            columns = {
+                "client": self.chunk.clients[slots],
+                "draw": self.chunk.draws[slots],
+                "norm": self.norms[slots],
+                "factor": self.factors[slots],
+                "clipped": np.where(lost, np.nan, clipped),
+                "train_loss": self.losses[slots],
+            }
             if self.chunk.limits is not None:
-                self.actor.add_columns({"contribution": self.lengths[slots]})
+                columns["contribution"] = self.lengths[slots]
+            self.actor.add_columns(columns)
 
 
 def check_shape(what: str, values: torch.Tensor | np.ndarray, shape: tuple[int, ...]) -> None:

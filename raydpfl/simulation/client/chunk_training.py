@@ -1,9 +1,12 @@
-"""Trains the clients of a chunk, within the device's memory, and isolates those that fail."""
+"""Trains the clients of a chunk, within the device's memory, isolates those that fail, and checks
+that user-defined code keeps nothing from one client to the next.
+"""
 
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from traceback import clear_frames
 
@@ -11,9 +14,10 @@ import numpy as np
 import torch
 
 from raydpfl.core import device
-from raydpfl.errors import RAISED, ConfigError, DeviceError, exited, traceback_text
+from raydpfl.errors import RAISED, ConfigError, DeviceError, RunError, exited, traceback_text
 from raydpfl.experiment import Experiment
-from raydpfl.simulation.client.actor_round import ChunkRound
+from raydpfl.models.hidden_state import changed, kept
+from raydpfl.simulation.client.actor_round import ActorRound, ChunkRound
 from raydpfl.simulation.client.data_cache import Rows
 from raydpfl.simulation.client.personalization import LocalParameters
 from raydpfl.training.backends.base import Block, Sum
@@ -44,25 +48,20 @@ class ClientProgress:
         self._client[0] = client
 
 
+@dataclass
 class ChunkTraining:
     """Trains chunks of clients with one trainer, on rows from `rows`."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        rows: Rows,
-        trainer: Trainer,
-        personal: LocalParameters,
-        progress: ClientProgress,
-    ):
-        self.experiment = experiment
-        self.local = experiment.local
-        self.rows = rows
-        self.trainer = trainer
-        self.personal = personal
-        self.progress = progress
-        self.device = trainer.device
-        self._parts = 1  # that a chunk is trained in, as the device's memory is too small for it
+    experiment: Experiment
+    rows: Rows
+    trainer: Trainer
+    personal: LocalParameters
+    progress: ClientProgress
+    _parts: int = 1  # that a chunk is trained in, as the device's memory is too small for it
+
+    def __post_init__(self) -> None:
+        self.local = self.experiment.local
+        self.device = self.trainer.device
 
     def train(
         self,
@@ -129,9 +128,8 @@ class ChunkTraining:
             state.drop(slot, detail)
         others = members.copy()
         others[list(failures)] = -1
-        trained = (
-            single for block in self._within_memory(state, others) for single in block.singles()
-        )
+        blocks = self._within_memory(state, others)
+        trained = (single for block in blocks for single in block.singles())
         for slot in np.flatnonzero(members >= 0).tolist():
             if slot in failures:
                 update = torch.full_like(state.actor.model, math.nan)[None]
@@ -208,3 +206,52 @@ class ChunkTraining:
                 squares[:] = np.nan
                 break
         return sums, squares
+
+
+class UserCodeWatch:
+    """After 1, 2, 4, 8, ... rounds of an actor, looks for Python state that has changed, and trains
+    the first client of the round a second time, which must give the same bits.
+    """
+
+    def __init__(self, training: ChunkTraining):
+        experiment = training.experiment
+        self._training = training
+        names = ("model", "local", "bounding")
+        self._members = {name: getattr(experiment, name) for name in names}
+        module = training.trainer.module
+        modules = [] if module is None else [module]
+        self._kept = partial(kept, *modules, experiment.local, experiment.bounding)
+        self._rounds = 0
+        self._state = self._kept()
+
+    def check(self, actor: ActorRound) -> None:
+        """Raises `RunError` if user-defined code keeps something from one client to the next."""
+        self._rounds += 1
+        if self._rounds & (self._rounds - 1):
+            return
+        before = self._state
+        self._state = self._kept()
+        what = ", ".join(changed(before, self._state)[:5])
+        if not what and actor.sample:
+            what = self._difference(*actor.sample)
+        if what:
+            names = " or ".join(
+                f"{name}.kind {member.kind}"
+                for name, member in self._members.items()
+                if member.is_user_defined
+            )
+            raise RunError(
+                f"{names} keeps something from one client to the next ({what}), so that "
+                "the bits would depend on who trains whom; a model may use its parameters, its "
+                "buffers and its input alone, another member its arguments"
+            )
+
+    def _difference(self, state: ChunkRound, slot: int, update: torch.Tensor) -> str:
+        """What differs when the client at this slot is trained a second time; empty: nothing."""
+        alone = replace(state.chunk, slot=slot)
+        for block in self._training.train(state.of(alone), alone.members, independent=True):
+            repeated = block.updates[0].cpu().numpy()
+            if not np.array_equal(repeated, update.cpu().numpy(), equal_nan=True):
+                client = state.chunk.clients[slot]
+                return f"client {client}, trained again, gives another update"
+        return ""

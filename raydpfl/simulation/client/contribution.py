@@ -29,7 +29,6 @@ import torch
 from raydpfl.core import device, exact_sum, native
 from raydpfl.core.prng import keyed_globals
 from raydpfl.errors import RAISED, RunError
-from raydpfl.methods.bounding import Bounding
 from raydpfl.methods.probes import Sent
 from raydpfl.simulation.client.actor_round import ChunkRound, check_shape
 from raydpfl.simulation.client.chunk_training import ChunkTraining
@@ -130,9 +129,8 @@ class Contribution:
         if local.stateful:
             sent = vectors.clone() if self._user_defined else vectors
             if sums is not None:
-                sent = device.sent(
-                    torch.from_numpy(sums.decode(vectors.cpu().numpy())), self.device
-                )
+                decoded = sums.decode(vectors.cpu().numpy())
+                sent = device.sent(torch.from_numpy(decoded), self.device)
             moved = bounding.invert(sent, view)
             local_state = local.next_state(moved, state.view("local", slots))
         # at last, as what comes before is repeated where memory is short
@@ -177,17 +175,12 @@ class Contribution:
         times its factor is longer than the bound. A client beyond its limit has the factor 0.
         """
         work = state.work
-        first = int(slots[0])
-        key = {
-            "t": work.t,
-            "client": int(state.chunk.clients[first]),
-            "draw": int(state.chunk.draws[first]),
-        }
+        client, draw = (int(of[slots[0]]) for of in (state.chunk.clients, state.chunk.draws))
+        key = {"t": work.t, "client": client, "draw": draw}
         keyed = self.training.trainer.user_defined
         with keyed_globals(work.seed, **key, step=2) if keyed else nullcontext():
             # a copy, as user-defined code may write to it
-            bound = math.inf if work.bound is None else work.bound
-            factors = self.bounding.factors(torch.from_numpy(norms.copy()), bound)
+            factors = self.bounding.factors(torch.from_numpy(norms.copy()), largest(state))
         check_shape(f"bounding.kind {self.bounding.kind} gives factors", factors, norms.shape)
         self.check_factors(state, slots, norms, factors.numpy())
         if state.chunk.limits is None:
@@ -222,10 +215,8 @@ class Contribution:
             return None
         member = self.experiment.noise
         clients = state.chunk.clients[slots]
-        drawn = member.on_clients(
-            work.noise_seed, work.t, clients, state.chunk.draws[slots], work.client_std,
-            state.actor.d,
-        )  # fmt: skip
+        who = clients, state.chunk.draws[slots]
+        drawn = member.on_clients(work.noise_seed, work.t, *who, work.client_std, state.actor.d)
         if drawn is None:
             raise RunError(
                 f"noise.kind {member.kind} draws no noise of client {clients[0]} in round "
@@ -244,8 +235,8 @@ class Contribution:
 
         exact = sent.cpu().numpy().astype(np.float64)
         z = self.experiment.noise.scores(noise, state.work.client_std)
-        values = {**numbers(z, [exact]), "sum": noise.sum(0)}
-        values["client"] = state.chunk.clients[slots]
+        clients = state.chunk.clients[slots]
+        values = {**numbers(z, [exact]), "sum": noise.sum(0), "client": clients}
         for name, array in values.items():
             state.actor.noise.setdefault(name, []).append(array)
 
@@ -314,7 +305,7 @@ class InKernel(Scaled):
     def add_chunk(self, state: ChunkRound) -> None:
         chunk = state.chunk
         work = state.work
-        closed = closed_form(state, self.bounding)
+        closed = self.bounding.closed(largest(state))
         assert closed is not None  # as `choose` says
         into = Sum(
             closed,
@@ -347,7 +338,6 @@ def choose(state: ChunkRound, training: ChunkTraining) -> type[Contribution]:
     """The fastest implementation that takes this chunk; see the table above."""
     experiment = training.experiment
     bounding = experiment.bounding
-    noise = experiment.noise
     read = any(probe.looks for probe in experiment.measure)
     read = read or bounding.stateful or experiment.local.stateful
     read = read or state.work.modular is not None
@@ -357,23 +347,23 @@ def choose(state: ChunkRound, training: ChunkTraining) -> type[Contribution]:
     in_kernel = (
         training.trainer.threads
         and not (training.trainer.user_defined or training.personal.count)
-        and (state.work.client_std == 0 or not noise.is_user_defined)
+        and (state.work.client_std == 0 or not experiment.noise.is_user_defined)
         and len(clients)
         and state.chunk.limits is None
         and training.rows.sizes(clients).all()
-        and closed_form(state, bounding) is not None
+        and bounding.closed(largest(state)) is not None
     )
     return InKernel if in_kernel else Scaled
 
 
-def closed_form(state: ChunkRound, bounding: Bounding) -> tuple[float, float, float] | None:
-    """See `Bounding.closed`."""
-    return bounding.closed(math.inf if state.work.bound is None else state.work.bound)
+def largest(state: ChunkRound) -> float:
+    """The bound on what a client sends, before its weight."""
+    return math.inf if state.work.bound is None else state.work.bound
 
 
 def vector_norms(vectors: torch.Tensor) -> np.ndarray:
-    """The L2 norms of vectors, float64 [k, d]: float64 [k]. One below `LEAST_NORM`, where squares
-    underflow, counts as `LEAST_NORM` unless it is 0, so that none is too small.
+    """The L2 norms of vectors, float64 [k, d]: float64 [k]. Where squares underflow it is
+    `LEAST_NORM` unless it is 0, so that none is too small.
     """
     on_cpu = vectors.device.type == "cpu"
     norms = native.norms(vectors) if on_cpu else device.norms(vectors).numpy()

@@ -21,9 +21,7 @@ PIECE = 1 << 26  # bytes that are copied there at once
 
 
 def check(there: torch.device, form: Form, x: np.ndarray, y: np.ndarray) -> None:
-    """Raises IndexError for tokens and labels that the model does not know, before they reach a GPU
-    (`device.check_numbers`).
-    """
+    """See `device.check_numbers`: of tokens and labels that the model does not know."""
     if form.tokens:
         device.check_numbers(there, x, form.tokens, "token")
     if form.target.classes:
@@ -49,10 +47,8 @@ class Rows:
         rows: int,
         picked: Sequence[np.ndarray | None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-        """See `Shards.chunk`, with tensors of the device that trains.
-
-        Raises:
-            IndexError: on a GPU, a client has a label or a token that the model does not know.
+        """See `Shards.chunk`, with tensors of the device that trains. Raises IndexError on a GPU,
+        for a label or a token that the model does not know.
         """
         x, y, n = self.shards.chunk(clients, rows, picked)
         for slot in np.flatnonzero(n).tolist() if self.device.type != "cpu" else ():
@@ -132,16 +128,14 @@ class GpuRows(Rows):
 
     @cached_property
     def _stored(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [N + 1, *shape] and y [N + 1] of all clients' rows, one client after another; the last
-        row is of zeros.
-        """
+        """x [N + 1, *shape] and y [N + 1] of all rows by client; the last row is zeros."""
         form = self.form
         sizes = np.asarray(self.shards.sizes)
-        total = int(self._first[-1])
         whole = (form.tokens, form.target.classes)
         dtypes = [torch.int64 if integers else torch.float32 for integers in whole]
-        x = torch.zeros(total + 1, *form.shape, dtype=dtypes[0], device=self.device)
-        y = torch.zeros(total + 1, *form.target.shape, dtype=dtypes[1], device=self.device)
+        rows = int(self._first[-1]) + 1
+        x = torch.zeros(rows, *form.shape, dtype=dtypes[0], device=self.device)
+        y = torch.zeros(rows, *form.target.shape, dtype=dtypes[1], device=self.device)
         first = 0
         for end in range(1, len(sizes) + 1):
             # padded to the client with most rows

@@ -90,9 +90,7 @@ class LocalParameters:
         return Block(block.slots, updates, block.losses, local)
 
     def train(self, state: ChunkRound) -> None:
-        """Trains the personal models, if there are any, of the chunk's clients that have not failed
-        in a round.
-        """
+        """Trains the personal models, if any, of the chunk's clients that have not failed."""
 
     def whole_model(self, model: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """The numbers of a client's model, float32 [D + b] (`raydpfl.models.trained`), from the
@@ -114,9 +112,7 @@ class Ditto(LocalParameters):
         self.training = PersonalTraining(experiment, rule, shards, module, every)
 
     def train(self, state: ChunkRound) -> None:
-        """See `LocalParameters.train`. A model that is not finite counts as its client's failure,
-        which keeps the one that it had.
-        """
+        """As in the base. A model that is not finite is a failure, and the one before stays."""
         work = state.work
         members = np.where(np.isnan(state.norms), -1, state.chunk.members)
         before = state.local_parameters
@@ -178,14 +174,13 @@ class PersonalTraining:
         t: int,
         seed: int,
     ) -> torch.Tensor:
-        """What the clients of a chunk have trained to, float32 [C, D + b].
+        """What the clients of a chunk, with draws that no cohort has, train to: float32 [C, D + b].
 
         Args:
             model: all that is trained, float32 [D].
-            chunk: of clients, with draws that no cohort has.
-            members: those that train, int64 [C], -1 for all others.
+            members: the clients that train, int64 [C], -1 for all others.
             starts: where each starts; None: at the model.
-            t: by which, and by the seed, randomness is keyed.
+            t, seed: by which randomness is keyed.
         """
         self.trainer.seed = seed
         parts = []
@@ -203,9 +198,7 @@ class PersonalTraining:
 
 
 class FineTuning:
-    """Trains the model further for single clients, on their training rows, as `evaluate.fine_tune`
-    says. It leaves no state.
-    """
+    """Trains single clients further on their rows (`evaluate.fine_tune`), without a state."""
 
     def __init__(self, experiment: Experiment, rule: Local, shards: Shards, module: nn.Module):
         self.local = LocalParameters(module)
@@ -218,19 +211,14 @@ class FineTuning:
     def models(
         self, clients: Sequence[int], model: torch.Tensor, own: Mapping[int, np.ndarray], t: int
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each client and the numbers of its model, float32 [D + b] (`raydpfl.models.trained`).
-
-        Args:
-            clients: some of them.
-            model: after t rounds, float32 [d].
-            own: local parameters by client, float32 [count]; absent: the initial values.
-            t: by which batches are keyed.
+        """Each client and the numbers of its model, float32 [D + b] (`raydpfl.models.trained`),
+        from `model`, float32 [d], after t rounds. `own`: local parameters by client, float32
+        [count]; absent: the initial values.
         """
         for first in range(0, len(clients), self.width):
             some = np.array(clients[first : first + self.width], np.int64)
-            states = {
-                slot: own[client] for slot, client in enumerate(some.tolist()) if client in own
-            }
+            members = enumerate(some.tolist())
+            states = {slot: own[client] for slot, client in members if client in own}
             draws = np.full(len(some), FINE_TUNED)
             chunk = Chunk(some, draws, np.ones(len(some)), 1, memory={LOCAL_PART: states})
             with torch.inference_mode(False):
