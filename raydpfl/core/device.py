@@ -212,10 +212,8 @@ def index(places: np.ndarray, to: torch.device) -> torch.Tensor:
 
 
 def norms(vectors: torch.Tensor) -> torch.Tensor:
-    """The L2 norms of k vectors, float64 [k, d], on the CPU, for which a GPU is waited for once.
-
-    A GPU sums up a row otherwise where there are other numbers of rows, so the shape that it is
-    given depends on d alone.
+    """The L2 norms of k vectors, float64 [k, d], on the CPU, for which a GPU is waited for once. It
+    sums up a row otherwise among other numbers of rows, so its shape depends on d alone.
     """
     if vectors.device.type == "cpu":
         return torch.linalg.vector_norm(vectors, dim=1)

@@ -122,7 +122,7 @@ class ActorPool:
         client = experiment.client
         self.per_client = client.actors == "per-client"
         self.replaced = 0
-        self._options = {"max_restarts": 0, "max_task_retries": 0}
+        self._options: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
         self._options |= {"num_cpus": client.num_cpus, "num_gpus": client.num_gpus}
         self._kind = experiment.model.kind
         self._count = count

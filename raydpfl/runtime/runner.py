@@ -193,10 +193,9 @@ def _undone(folder: Path, created: bool, resume: bool) -> Iterator[None]:
 
 @contextmanager
 def alone(folder: Path, patience: float = 1.0) -> Iterator[None]:
-    """Holds the run directory, so that no two runs write to it; a killed run holds it no longer.
-
-    Waits `patience` seconds for it: a process that a killed run was forking holds it until it is
-    another program. Raises `ConfigError` when another run holds it, or it cannot be held.
+    """Holds the run directory, so that no two runs write to it; a killed run holds it no longer
+    (waits `patience` seconds: a process that it was forking holds it until it is another program).
+    Raises `ConfigError` when another run holds it, or it cannot be held.
     """
     with ExitStack() as stack:
         try:

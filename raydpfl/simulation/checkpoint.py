@@ -85,10 +85,8 @@ def load(
     folder: Path, check: Callable[[Checkpoint], object] = lambda checkpoint: None
 ) -> Checkpoint | None:
     """The newest checkpoint in a folder that is as it was written; None: none can be read. Those
-    skipped are logged.
-
-    `check` raises for one whose rows are lost, as readers of damaged files do. Raises `RunError`
-    if some can be read and all of those have been changed.
+    skipped are logged. `check` raises for one whose rows are lost, as readers of damaged files do.
+    Raises `RunError` if some can be read and all of those have been changed.
     """
     changed = None
     passed = []

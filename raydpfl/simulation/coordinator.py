@@ -37,10 +37,8 @@ from raydpfl.training import backends
 
 class Coordinator:
     """Runs the rounds of a plan in the directory `out`. `pool`: its clients; None: in this process.
-
-    With `resume` it goes on from the newest checkpoint in `out`, or from the start when there is
-    none. With `fresh_noise` it goes on under fresh noise, so that code, versions and processor may
-    be others than those it began with.
+    With `resume` it goes on from the newest checkpoint in `out`, if any; with `fresh_noise` under
+    fresh noise, so that code, versions and processor may be others than those it began with.
     """
 
     def __init__(

@@ -137,10 +137,8 @@ class Draws:
     def see(
         self, t: int, std: float, statistics: Numbers, clients: np.ndarray | None = None
     ) -> None:
-        """Takes up k draws of round t, as `numbers` gave them for this std.
-
-        `clients` are who drew them, int64 [k], for messages. Raises `RunError` where independent
-        N(0, std^2 I) would hardly ever be like them.
+        """Takes up k draws of round t, by `clients` int64 [k], as `numbers` gave them for this std.
+        Raises `RunError` where independent N(0, std^2 I) would hardly ever be like them.
         """
         for chance, what in self._tests(std, statistics, clients):
             if not chance >= self._level / ((t + 1) * (t + 2)):
@@ -298,10 +296,8 @@ def check_whitening(plan: Plan) -> None:
 
 class MonitoredNoise:
     """Draws the noise of a run from round t on, and tests what a user-defined class draws: all
-    methods, and the constructor, raise `RunError` for noise other than was accounted for.
-
-    `sum_std` gives the accounted std of the noise on a round's sum, from the round and its bound;
-    None: no noise is accounted for.
+    methods, and the constructor, raise `RunError` for noise other than was accounted for. `sum_std`
+    gives that std on a round's sum, from the round and its bound; None: none is accounted for.
     """
 
     def __init__(

@@ -178,8 +178,7 @@ class Plan:
     @property
     def composed_before(self) -> int:
         """How many rounds accountants compose in addition to `composed_rounds`: those released
-        again; where rounds of an epoch depend on each other, every epoch that a segment touches in
-        full.
+        again; where rounds of an epoch depend on each other, all of each epoch that one touches.
         """
         sums = self.mechanism if self.mechanism and not self.mechanism.by_draws else None
         epoch = (sums and sums.cohorts and sums.cohorts.epoch) or 1

@@ -22,10 +22,8 @@ def of_config(
 ) -> Budget | PersonalBudget:
     """What a run would guarantee, with its cohorts drawn, and the noise that each accountant would
     ask for; client by client if the noise is at local steps. Nothing is trained; the data (in
-    `data_root`) are prepared, for the clients' sizes. Raises `ConfigError` for a run that would be
-    refused, or has no noise.
-
-    `person`: how many samples of a client a person has; None: all of them.
+    `data_root`) are prepared, for the clients' sizes. `person`: how many samples of a client a
+    person has; None: all. Raises `ConfigError` for a run that would be refused, or has no noise.
     """
     experiment = without_model(experiment)
     if not experiment.private:

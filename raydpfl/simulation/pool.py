@@ -59,10 +59,7 @@ class _Timeout(BaseException):
 
 
 class Inline:
-    """The clients as plain objects in this process, without Ray, one after another.
-
-    Where compiled code trains, it uses a thread per core.
-    """
+    """The clients as plain objects in this process, one after another (compiled: in threads)."""
 
     healthy = 1
     replaced = 0

@@ -39,11 +39,9 @@ from raydpfl.training.validation import check_counts
 
 def preview(experiment: Experiment, data_root: Path | None) -> Setting:
     """Checks what the config determines before the data are touched, and outlines what is released:
-    of so many clients with one sample each, where their number is known.
-
-    Raises:
-        ConfigError: a user-defined class is not complete, the selection does not fit so many
-            clients, or no accountant covers it.
+    of so many clients with one sample each, where their number is known. Raises `ConfigError` for a
+    user-defined class that is not complete, a selection that does not fit so many clients, or one
+    that no accountant covers.
     """
     setting = experiment.setting()
     experiment.complete()

@@ -51,15 +51,12 @@ class SamplingMonitor:
     """Checks every cohort of a run.
 
     Args:
-        selection: the member.
-        population: the public facts about the clients.
+        selection, population: the member, and the public facts about the clients.
         composed_rounds: int64 [rounds], how many of the first t + 1 rounds the accountants compose.
         least: the fewest clients that the noise of a round needs.
         secret: whether an accountant relies on the cohort being a secret.
-        separation: the fewest rounds from one participation of a client to its next that correlated
-            noise counts on.
-        planned: by round, the `fingerprint` of the draw that was accounted for in advance; None:
-            accountants do not count draws.
+        separation: the fewest rounds between a client's participations that the noise counts on.
+        planned: by round, the `fingerprint` of the draw accounted for in advance; None: none is.
         pairs: whether to look for pairs of clients that come together.
         false_alarm: the probability that a sound member fails by chance.
     """
@@ -96,10 +93,8 @@ class SamplingMonitor:
         self._candidates = clients
 
     def check(self, t: int, cohort: Cohort, participations: Mapping[int, int]) -> None:
-        """Checks the cohort of round `t`, chosen among those who were asked in the round, if any.
-
-        `participations`: by client, the draws of earlier rounds. Raises `RunError` where
-        the declared sampling does not give such a cohort.
+        """Raises `RunError` where the declared sampling does not give such a cohort in round `t`,
+        chosen among those who were asked, if any. `participations`: by client, earlier draws.
         """
         candidates = self._candidates
         self._candidates = None

@@ -78,17 +78,16 @@ def chunks(
     for indices in np.split(order, ends[:-1]):
         indices = indices[np.lexsort((indices, -_at(steps, indices, -1)))]
         rows = max(1, int(_at(sizes, indices).max()))
-        per_client = _at(cohort.draws, indices), _at(weights, indices)
-        given = (None if values is None else _at(values, indices) for values in (stds, limits))
-        cut.append(Chunk(_at(cohort.clients, indices, -1), *per_client, rows, None, *given))
+        chunk_stds = None if stds is None else _at(stds, indices)
+        most = None if limits is None else _at(limits, indices)
+        clients, draws = _at(cohort.clients, indices, -1), _at(cohort.draws, indices)
+        cut.append(Chunk(clients, draws, _at(weights, indices), rows, None, chunk_stds, most))
     return cut
 
 
 def _ends(steps: np.ndarray, chunk: np.ndarray, step: np.ndarray, width: int) -> np.ndarray:
-    """The ends of the chunks of at most `width` clients that together cost least, int64 [chunks].
-
-    A chunk whose last client is i and whose clients make s steps together costs
-    chunk[i] + s step[i].
+    """The ends of the chunks of at most `width` clients that together cost least, int64 [chunks]:
+    one whose last client is i and whose clients make s steps together costs chunk[i] + s step[i].
     """
     count = len(chunk)
     total_steps = np.append(0, np.cumsum(steps))

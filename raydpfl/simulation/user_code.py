@@ -246,9 +246,8 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def store_code(experiments: Iterable[BaseModel], folder: Path, fresh: bool = False) -> None:
-    """Writes the user-defined modules that the experiments name, and those that these import, to
-    `code/` in a run directory, but for what is installed; `fresh`: in the place of those that are
-    stored there.
+    """Writes the user-defined modules that the experiments name or import, but for what is
+    installed, to `code/` in a run directory; `fresh`: over those that are stored there.
     """
     members = (found for experiment in experiments for found in _user_defined(experiment))
     for module in {found[1].__name__: found[1] for found in members if found[1]}.values():

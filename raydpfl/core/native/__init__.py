@@ -141,9 +141,8 @@ def threads() -> int:
 
 
 def norms(rows: torch.Tensor) -> np.ndarray:
-    """The L2 norms of `rows`, float32 or float64 [k, d] in the CPU's memory: float64 [k].
-
-    The squares are added up in float64: those of every 64th number, then these 64 sums by halves.
+    """The L2 norms of `rows`, float32 or float64 [k, d] in the CPU's memory: float64 [k]. Squares
+    are added up in float64: those of every 64th number, then these 64 sums by halves.
     """
     values = rows.numpy()
     compiled = library()
