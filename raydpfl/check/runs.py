@@ -21,9 +21,8 @@ from raydpfl.simulation.scheduler import Costs, assign_chunks, assign_clients, a
 
 
 class SeveralActors(Inline):
-    """Several client actors in this process, or one per client (`actors` 0), each made when it is
-    first asked for something. Everything between them and the coordinator is pickled, and the last
-    result comes first.
+    """Several client actors in this process, or one per client (`actors` 0). Everything between
+    them and the coordinator is pickled, and the last result comes first.
     """
 
     def __init__(self, experiment: Experiment, shards: str, actors: int):

@@ -74,9 +74,8 @@ def _hold_vectors(member: Bounding, most: float) -> None:
 
 def hold_samples(backend: str, bound: float) -> None:
     """Raises `Broken` unless a step of this backend, of one sample, is within the bound on its
-    gradient, for inputs and errors of every size, or shows as not finite.
-
-    Only weights that are 0 are looked at, as others round the step that they are moved by.
+    gradient, for inputs and errors of every size, or shows as not finite. Only weights that are 0
+    are looked at, as others round the step that they are moved by.
     """
     sizes = [(one, other) for one in PARTIAL for other in PARTIAL]
     x = torch.from_numpy(made_up(len(sizes), 1, 1, 6, 6)).float()

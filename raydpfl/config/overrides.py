@@ -101,9 +101,7 @@ class Schema(dict[str, Spec]):
         return tree
 
     def _clear(self, node: dict[str, Any], section: str, kind: Any, paths: list[str]) -> str:
-        """Empties a section that becomes of another kind, or of several; what is lost, in words.
-        Nothing is lost to an unknown kind, which is what will be complained of.
-        """
+        """Empties a section that becomes of another known kind, or of several; what is lost."""
         spec = self.get(section)
         if spec is None or spec.family is None:
             return ""

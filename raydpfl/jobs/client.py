@@ -64,12 +64,8 @@ log = logging.getLogger("raydpfl")
 def entrypoint(
     command: str, run: str, *, address: bool, resume: bool = False, out: str | None = None
 ) -> str:
-    """The command line for the head's shell, of a `raydpfl run` or `sweep`.
-
-    Args:
-        command, run: which of the two, and the id of the run, which names its directory.
-        address, resume: whether it uses the cluster, and whether it continues.
-        out: the address of its directory; None: that is on the head.
+    """The command line for the head's shell, of a `raydpfl run` or `sweep` that uses the cluster
+    (`address`) or not. Its directory is at `out`; None: on the head, named by the id `run`.
     """
     options = " --resume" * resume + " --address auto" * address
     place = shlex.quote(out) if out else f"{RUNS}/{shlex.quote(run)}"
@@ -322,9 +318,7 @@ class JobServer:
     def _recorded(self, job: str, strict: bool = True) -> tuple[str, str | None]:
         """The run that a job belongs to, and where its directory goes, None if nobody says: by this
         machine's record, else by the cluster, which can name an address, but no folder here.
-
-        Raises `ConfigError` for what is no id and, if `strict`, for a job that the cluster does not
-        know; `RunError` where the cluster names a run as none of ours is named.
+        `strict`: a job that the cluster does not know is refused.
         """
         if not ID.fullmatch(job):
             raise ConfigError("job", job, "the id of a job: letters, digits, '.', '_' and '-'")
@@ -390,9 +384,7 @@ def _headers(address: str) -> dict[str, str]:
 
 
 def _token() -> str | None:
-    """RAY_AUTH_TOKEN, or what the file has that RAY_AUTH_TOKEN_PATH names, or that lies where Ray
-    puts it. Raises OSError for a file that cannot be read.
-    """
+    """By RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH, or that where Ray puts it."""
     if os.environ.get("RAY_AUTH_MODE", "token") not in ("", "token"):
         return None
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")

@@ -182,10 +182,8 @@ def statement(
     chosen: bool = True,
     spent: Composition | None = None,
 ) -> str:
-    """What the choice of the best is worth, in words; `chosen`: there is one; `spent` by all.
-
-    It counts all runs that the settings ask for and all others that were ever trained in the
-    directory: of former values, seeds and configs, stopped, or failed.
+    """What the choice of the best is worth, in words; `chosen`: there is one; `spent` by all. The
+    `runs` are also those of former values, seeds and configs, stopped, or failed.
     """
     metric = sweep.search.metric
     if sweep.search.private:
@@ -304,9 +302,7 @@ def table(
 
 
 def _spent(rows: Sequence[dict[str, Any]], sweep: Sweep) -> dict[str, pa.DataType]:
-    """The columns of epsilons: of every accountant that the config asks for, then of those that a
-    run has in addition, such as a rigorous one next to the paper's.
-    """
+    """The columns of epsilons: of every accountant that the config asks for, then of others."""
     asked = [column(name) for e in sweep.probes if e.private for name in e.accountants]
     names = [name for row in rows for name in row if name.startswith("epsilon_")]
     return dict.fromkeys([*asked, *names], pa.float64())

@@ -50,13 +50,9 @@ class SearchResult:
 
 
 class SearchRunner(ABC):
-    """One run of a sweep or a study. Its methods are called in the driver's process, between two
-    steps of Ray Tune, and should be quick.
-
-    Args:
-        asked: the `Sweep` or the `Study`, written to `KIND.yaml` in the directory.
-        folder: the directory.
-        on_change: called with the runner when something has changed, and is to be shown.
+    """One run of a sweep or a study (`asked`) in a directory, which has it as `KIND.yaml`. Its
+    methods are called in the driver's process, between two steps of Ray Tune, and should be quick;
+    so should `on_change`, called when something has changed, and is to be shown.
     """
 
     kind: str  # sweep or study

@@ -65,9 +65,8 @@ class Trial:
         return self.experiment.seed
 
     def read(self, fetch: bool = False) -> None:
-        """Reads the status from the directory; `fetch`: from its address first, if it has one.
-
-        Raises `FileError` if the address cannot be read.
+        """Reads the status from the directory; `fetch`: from its address first, if it has one
+        (raises `FileError` if that cannot be read).
         """
         if fetch:
             storage.refetch(self.folder)

@@ -103,12 +103,8 @@ def verdicts(
 ) -> list[dict[str, Any]]:
     """What comes of each claim, for summary.json: `says`, `of`, `verdict` (not run: none of its
     cells is there), the mean `difference` with its interval from `low` to `high` at the `level`,
-    `seeds`, and the numbers of `cells`, in all and by what a single one shows.
-
-    Args:
-        claims: Of a study.
-        labels: Those of every axis.
-        values: By the sorted labels of a cell, what gives its `SeedValues` of a number by name.
+    `seeds`, and the numbers of `cells`, in all and by what a single one shows. `values`: by the
+    sorted labels of a cell (`key`), what gives its `SeedValues` of a number by name.
     """
     differences = [_differences(claim, labels, values) for claim in claims]
     tested = max(sum(map(bool, differences)), 1)

@@ -34,12 +34,8 @@ def identity(
     placements: Sequence[Mapping[str, str | None]],
 ) -> Identity:
     """The identity that an item of `study.same_bits`, the field `where`, claims. Raises
-    `ConfigError` for arms that the study does not have, and for labels without two of them.
-
-    Args:
-        where, claim: See above.
-        cells: Those of the scale, which may have none where the claim could be tested.
-        placements: The labels of all cells at any scale, `arm` the last of them.
+    `ConfigError` for arms that the study does not have, and for labels without two of them. `cells`
+    are those of the scale; `placements` the labels of all cells at any scale, `arm` the last.
     """
     given, at = split(claim)
     arms = tuple(label(name) for name in given)

@@ -108,15 +108,9 @@ class Study:
         imports: tuple[str, ...] | None = None,
         only: Mapping[str, Sequence[str]] | None = None,
     ) -> Study:
-        """Raises `ConfigError` naming the first field that is wrong; every experiment that the
-        study may make is tried on.
-
-        Args:
-            values: The file's tree.
-            scale: Default: the one that the tree says, or small.
-            seeds: Default: as the scale or the study says.
-            place, imports: See `Study`.
-            only: Labels by axis: the cells with others are left out.
+        """Raises `ConfigError` naming the first field of the file's tree that is wrong; every
+        experiment that the study may make is tried on. The scale is by default the one that the
+        tree says, or small; `only` are labels by axis: the cells with others are left out.
         """
         if not isinstance(values, Mapping) or "study" not in values:
             raise ConfigError("study", None, "a section with the study's id")
@@ -248,17 +242,13 @@ class Study:
     @cached_property
     def same_bits(self) -> list[Identity]:
         placements = [*self._placements({})]
-        return [
-            identity(f"study.same_bits.{number}", claim, self.cells, placements)
-            for number, claim in enumerate(self.about.same_bits)
-        ]
+        claims = {f"study.same_bits.{number}": c for number, c in enumerate(self.about.same_bits)}
+        return [identity(where, claim, self.cells, placements) for where, claim in claims.items()]
 
     @cached_property
     def claims(self) -> list[Claim]:
-        return [
-            claim(f"study.claims.{number}", given, self.labels)
-            for number, given in enumerate(self.about.claims)
-        ]
+        claims = {f"study.claims.{number}": given for number, given in enumerate(self.about.claims)}
+        return [claim(where, given, self.labels) for where, given in claims.items()]
 
     def _placements(self, only: Only) -> Iterator[dict[str, str | None]]:
         """The labels of all cells, `accounting` and `arm` last, of those that `only` allows."""
