@@ -153,12 +153,16 @@ def resolved(target: str | type) -> tuple[str, type, str]:
         path = path or f"{cls.__module__}:{cls.__qualname__}"
         factory(path)
         return "model", Module, path
-    bases = BASES.items() if isinstance(cls, type) else ()
-    section = next((name for name, base in bases if issubclass(cls, base) and cls is not base), "")
+    section = ""
+    if isinstance(cls, type):
+        bases = BASES.items()
+        derived = (name for name, base in bases if issubclass(cls, base) and cls is not base)
+        section = next(derived, "")
     if not section:
         names = [f"{one.__module__.removesuffix('.base')}.{one.__name__}" for one in BASES.values()]
         expected = f"a class derived from one of {', '.join(names)}"
         raise ConfigError("member", path or repr(cls), expected)
+    assert isinstance(cls, type)
     for kind, other in BUILT_IN[section].items():
         if other is cls:
             return section, cls, kind

@@ -110,10 +110,10 @@ def fits(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]])
     """
     process, *actors = bundles
     actor = actors[0] if actors else {}
-    needs = [actor.get(name, 0) for name in ("CPU", "GPU")]
+    num_cpus, num_gpus = actor.get("CPU", 0), actor.get("GPU", 0)
     for place, node in enumerate(nodes):
         left = {name: node.get(name, 0) - process.get(name, 0) for name in ("CPU", "GPU")}
         rest = [*nodes[:place], left, *nodes[place + 1 :]]
-        if min(left.values()) >= 0 and capacity(*needs, rest) >= len(actors):
+        if min(left.values()) >= 0 and capacity(num_cpus, num_gpus, rest) >= len(actors):
             return True
     return False

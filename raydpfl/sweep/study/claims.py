@@ -117,9 +117,9 @@ def _differences(
     claim: Claim, labels: Mapping[str, Sequence[str]], values: Mapping[Any, Any]
 ) -> list[SeedValues]:
     """The difference in each of the cells that are there with all their numbers."""
-    cells = [[(sign, values.get(key(at))) for sign, at in terms] for terms in claim.cells(labels)]
-    there = [terms for terms in cells if all(of is not None for _, of in terms)]
-    differences = [total([(sign, of(claim.of)) for sign, of in terms]) for terms in there]
+    cells = [[(sign, key(at)) for sign, at in terms] for terms in claim.cells(labels)]
+    there = [terms for terms in cells if all(at in values for _, at in terms)]
+    differences = [total([(sign, values[at](claim.of)) for sign, at in terms]) for terms in there]
     return [each for each in differences if each.spread().count]
 
 
