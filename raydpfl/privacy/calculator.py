@@ -473,26 +473,24 @@ def of_clients(
 ) -> Budget:
     """The budget where whole clients are protected: `rounds` sums over cohorts are released (000,
     001). Give two of epsilon, rounds and noise: `noise_multiplier`, or the `std` of one draw (a
-    client's with placement `client`, else that on the sum) and the `bound`.
+    client's with placement `client`, else that on the sum) and the `bound`. Raises `ConfigError` on
+    the name of a parameter.
 
     `participations` is the largest number of rounds (with replacement: of draws) of any client,
-    against an observer who knows the cohorts; None: every round, the only answer where everyone is
-    in every cohort. `epoch` and `per_epoch` (1 by
+    against an observer who knows the cohorts; None: every round. `epoch` and `per_epoch` (1 by
     default) are those of a random allocation, `cap` is that of truncated Poisson sampling. With
-    `colluders` there are answers against as many clients who tell what they know; clients must draw
-    the noise. Where the size of a cohort is a secret `relation` auto is add_remove and `placement`
-    auto is server, else replace_one and client. `v` is the constant of 000 Theorem 3.2. Raises
-    `ConfigError` on the name of a parameter.
+    `colluders` there are answers against as many clients, who must draw the noise. Where the size
+    of a cohort is a secret auto is add_remove and server, else replace_one and client. `v` is the
+    constant of 000 Theorem 3.2.
 
     With a `strategy` (one of `factorization.STRATEGIES`) the server's noise is correlated over the
-    rounds. Cohorts are public or full, a client's rounds at least `separation` apart. The noise is
-    then that of a node of the tree, or of z for a matrix whose first column has norm 1. `restart`
-    is the rounds of one tree (None: all), `bands` (None: the separation) and `buffers` (None: 3)
-    are those of the strategies banded and buffered.
+    rounds: that of a node of the tree, or of z for a matrix whose first column has norm 1. Cohorts
+    are public or full, a client's rounds at least `separation` apart. `restart` is the rounds of
+    one tree (None: all), `bands` (None: the separation) and `buffers` (None: 3) are as named.
 
-    With `noise` laplace the bound is an L1 norm (`raydpfl.privacy.laplace`). With discrete_gaussian
-    (of the server) or skellam (of the clients) sums are of integers modulo 2^`bits` (16 by
-    default), for a model of so many `parameters`, rotated (`raydpfl.privacy.integer_noise`).
+    With `noise` laplace the bound is an L1 norm. With discrete_gaussian (of the server) or skellam
+    (of the clients) sums are of integers modulo 2^`bits` (16 by default), for a model of so many
+    `parameters`, rotated (`raydpfl.privacy.integer_noise`).
     """
     who = _drawn(sampling, population, cohort, cap, epoch, per_epoch)
     # auto: the clients, unless their part of the noise would depend on a secret
@@ -659,10 +657,9 @@ def of_samples(
     `noise_multiplier`, or the `std` on the mean gradient and the `bound`, the per-sample clip norm.
     With `person`, what holds for so many of the samples together.
 
-    `participations` are the rounds that the client takes part in, as they occur or capped; never
-    T r / N. Each of the `steps` of a round draws a fresh batch, by `sampling`; `cap`, `epoch` and
-    `per_epoch` are as in `of_clients`, of batches and of the client's steps. Raises `ConfigError`
-    on the name of a parameter.
+    `participations` are the client's rounds, as they occur or capped; never T r / N. Each of the
+    `steps` of a round draws a fresh batch, by `sampling`; `cap`, `epoch` and `per_epoch` are as in
+    `of_clients`, of batches and steps. Raises `ConfigError` on the name of a parameter.
     """
     with renamed(lambda name: _OF_SAMPLES.get(name, name)):
         if sampling == "epochs":
@@ -689,7 +686,7 @@ _UNITS: dict[str, Callable[..., Budget]] = {"client": of_clients, "sample": of_s
 
 def from_options(unit: str = "client", **options: Any) -> Budget:
     """`of_clients` or `of_samples` from the options of the command line; hyphens may stand for
-    underscores. Options that are None count as absent. Raises `ConfigError` on an option.
+    underscores. Raises `ConfigError` on an option.
     """
     if unit not in _UNITS:
         raise ConfigError("--unit", unit, "client or sample")
@@ -747,9 +744,8 @@ def _unknown(z: float | None, epsilon: float | None, rounds: int | None, repeate
 
 
 def _covered(mechanism: Mechanism, asked: str, delta: float) -> Relation:
-    """The relation asked for; auto: replace_one, unless the size of a cohort is a secret. Raises
-    `ConfigError` for a delta out of range, and for what no rigorous accountant covers, with the
-    nearest combination that is covered.
+    """The relation asked for; auto: replace_one, unless the size of a cohort is a secret. What no
+    rigorous accountant covers is refused, with the nearest combination that is covered.
     """
     if not LEAST_DELTA <= delta < 1:
         raise ConfigError("delta", delta, "a number between 0 and 1, from 1e-300 on")

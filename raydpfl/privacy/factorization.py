@@ -47,8 +47,6 @@ from raydpfl.privacy.sampling import Sampling
 
 Coefficients = Sequence[float] | np.ndarray
 
-# --- strategies ---
-
 
 def square_root(rounds: int, momentum: float = 0.0) -> np.ndarray:
     """The first column of the square root of A, float64 [rounds]: 1, 1/2, 3/8, ... ([3]), times the
@@ -152,9 +150,6 @@ def _check_shape(bands: int, rounds: int, momentum: float) -> None:
         raise ConfigError("momentum", momentum, "a number from 0, below 1")
 
 
-# --- how much noise there is in the sums so far ---
-
-
 def _workload(rounds: int, momentum: float) -> np.ndarray:
     """The first column of A: how much of round 0's noise is in the model after 1, 2, ... rounds."""
     return np.cumsum(momentum ** np.arange(rounds))
@@ -213,9 +208,6 @@ def error(
         _check_covered(c, separation)
     workload = _workload(rounds, momentum)
     return math.exp(_log_error(c[1:] / c[0], workload, separation, participations)[0] / 2)
-
-
-# --- what a client can move ---
 
 
 def _check_covered(c: np.ndarray, separation: int) -> None:
@@ -324,9 +316,6 @@ STRATEGIES: dict[str, Callable[..., np.ndarray]] = {
 
 def _unit_squares(c: np.ndarray, rounds: int, separation: int, participations: int) -> np.ndarray:
     return toeplitz_squares(c / np.linalg.norm(c), rounds, separation, participations)
-
-
-# --- what is covered ---
 
 
 def covered(sampling: Sampling, separation: int, bands: int | None = None) -> str | None:

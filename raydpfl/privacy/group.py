@@ -28,8 +28,8 @@ from raydpfl.privacy.sampling import Sampling, SamplingScheme
 
 @dataclass(frozen=True)
 class GroupSampling(SamplingScheme):
-    """A hidden scheme as it bears on `group` units together: as its own `group_curves` say, or else
-    by group privacy from one, in curves ([3]) or Renyi divergences ([2]).
+    """A hidden scheme for `group` units together: by its own `group_curves`, or else by group
+    privacy from one, in curves ([3]) or Renyi divergences ([2]).
     """
 
     scheme: SamplingScheme
@@ -78,9 +78,9 @@ class GroupSampling(SamplingScheme):
 
 
 def together(sampling: Sampling, group: int) -> tuple[Sampling, int]:
-    """The sampling as it bears on `group` units of the population, from 1 to all of them, and the
-    factor on the sensitivity of one: `group` where all are in every batch, and the size of a batch
-    where a batch of fixed size has no others.
+    """The sampling for `group` units of the population, from 1 to all, and the factor on the
+    sensitivity of one: `group` where all are in every batch, and the size of a batch where a batch
+    of fixed size has no others.
     """
     whose = "all" if group == sampling.population else f"{group} of them"
     rule = ", ".join(filter(None, (sampling.rule, f"{whose} of one person")))

@@ -187,9 +187,9 @@ class SkellamNoise(IntegerNoise):
 
 
 def smoothing(d: int, mu: float) -> float:
-    """r^2, the variance that rounding at random takes in d dimensions, for a mu up to this one. It
-    makes eta = d ln((1 + theta) / (1 - theta)) less than e^(-mu^2 / 8) / 1e13, where the sum of
-    exp(-(k - y)^2 / (2 r^2)) over the integers k differs from sqrt(2 pi) r by the share theta = 2
-    sum_j exp(-2 pi^2 r^2 j^2) at most, j = 1, 2, ... (Poisson's summation formula).
+    """r^2, the variance that rounding at random takes in d dimensions, for a mu up to this one: so
+    that eta = d ln((1 + theta) / (1 - theta)) is less than e^(-mu^2 / 8) / 1e13, with theta = 2
+    sum_(j > 0) exp(-2 pi^2 r^2 j^2), the most by which the sum of exp(-(k - y)^2 / (2 r^2)) over
+    the integers k is off sqrt(2 pi) r, as a share (Poisson's summation formula).
     """
     return (math.log(10.0 * d) + 13 * math.log(10) + mu * mu / 8) / (2 * math.pi**2)

@@ -38,12 +38,9 @@ class Spent:
 
 @dataclass(frozen=True)
 class Segment:
-    """Rounds `first` to `end` - 1, released one after another under one key of the noise.
+    """Rounds `first` to `end` - 1, released one after another under one key of the noise."""
 
-    `restart`: how often the run had been restarted with fresh noise before; 0 for its first rounds.
-    """
-
-    restart: int
+    restart: int  # how often the run had been restarted with fresh noise before
     first: int
     end: int
 
@@ -56,8 +53,7 @@ class Ledger:
     off: its round was never released.
 
     Args:
-        path: of the file. A new run creates it.
-        resume: whether to go on with what is recorded there.
+        path, resume: of the file, which a new run creates; whether to go on with what is there.
 
     Raises:
         ConfigError: a new run finds entries there.

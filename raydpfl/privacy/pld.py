@@ -498,10 +498,9 @@ def fixed_size_curve(
 
 def group_removed_curves(weights: np.ndarray, mu: float) -> tuple[CurvePair, CurvePair]:
     """One round in which k units of a group are in the sample with probability `weights`[k] > 0,
-    float64 [units + 1], k = 0 among them: the curves of removing the group and of adding it,
-    delta(P, Q) and delta(Q, P) with P = sum_k weights[k] N(k mu, 1) and Q = N(0, 1). That pair
-    dominates the round where removal leaves the others' sample as it is given k = 0 ([6]
-    Theorem 1; docs/proofs.md).
+    float64 [units + 1]: the curves of removing the group and of adding it, delta(P, Q) and
+    delta(Q, P) with P = sum_k weights[k] N(k mu, 1) and Q = N(0, 1), which dominate where removal
+    leaves the others' sample as it is given k = 0 ([6] Theorem 1; docs/proofs.md).
     """
     counts, chances, rest = _of_group(weights)
     drawn = float(chances.sum())
@@ -601,7 +600,7 @@ def three_gaussians_curve(q: float, absent: float, other: float) -> Curve:
 
 
 def _of_group(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Numbers of units from 1, float64 [k], their probabilities, and what is left out of these."""
+    """Numbers of units from 1, float64 [k], their probabilities, and what these leave out."""
     order = np.argsort(weights[1:])
     left_out = order[np.cumsum(weights[1:][order]) < _TAIL]
     counts = np.delete(np.arange(1.0, len(weights)), left_out)
@@ -611,9 +610,9 @@ def _of_group(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
 def _shared(
     total: np.ndarray, mus: np.ndarray, chances: np.ndarray, above: bool = False
 ) -> np.ndarray:
-    """log L_k(x), float64 [..., k], with L_k the likelihood ratio of N(mus[k], 1) and N(0, 1), at
-    the x where sum_k chances[k] L_k has the logarithm `total` [...]; a little below it, or `above`
-    it. By Newton's method on that, which is convex.
+    """log L_k(x), float64 [..., k], L_k the likelihood ratio of N(mus[k], 1) and N(0, 1), a little
+    below (or `above`) the x where sum_k chances[k] L_k has the logarithm `total` [...]. By Newton's
+    method on that, which is convex.
     """
     from scipy.special import logsumexp
 

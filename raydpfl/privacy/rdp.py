@@ -102,8 +102,7 @@ def poisson(q: float, mu: float) -> np.ndarray:
 
 def _series(q: float, mu: float) -> np.ndarray:
     """Bounds on log E (1 + y)^alpha between whole orders, float64 [orders]: [3] section 3.3 with
-    the absolute values of the terms, as dp-accounting has it; infinite where so many terms are too
-    few.
+    the absolute values of the terms, as dp-accounting has it; infinite where these are too few.
     """
     orders = ORDERS[_LOW < ORDERS]
     moments = np.full(len(orders), np.inf)

@@ -95,16 +95,10 @@ class TradeOff:
         return np.where(at >= high, above, below + share * (above - below))
 
     def false_negatives(self, false_positives: ArrayLike, null: Null = "either") -> np.ndarray:
-        """f: no attack has a lower false-negative rate at these rates of false positives.
-
-        Args:
-            false_positives: from 0 to 1 [...].
-            null: whether a false positive takes an `absent` unit for present, or a `present` one
-                for absent; `either`: the curve for both, which is convex and its own inverse ([1]
-                Proposition 6).
-
-        Returns:
-            float64 [...].
+        """f, float64 [...]: no attack has a lower false-negative rate at these `false_positives`
+        [...], from 0 to 1. `null`: whether a false positive takes an `absent` unit for present, or
+        a `present` one for absent; `either`: the curve for both, which is convex and its own
+        inverse ([1] Proposition 6).
         """
         rates = np.asarray(false_positives, float)
         if self.mu is not None:

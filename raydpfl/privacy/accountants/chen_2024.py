@@ -12,12 +12,9 @@ from raydpfl.privacy.papers import PAPERS
 class Tcdp(Formula):
     """Truncated concentrated DP per client, replace-one of one sample:
 
-    epsilon = rho + 2 sqrt(rho ln(1/delta)) where the condition of Lemma 2 holds,
-    delta >= e^(-(omega-1)^2 rho), else rho omega + ln(1/delta) / (omega - 1).
-
-    Solved for the noise, by the former: sigma^2 = 26 K_i Q G^2 / (n_i^2 rho) with
-    rho = (sqrt(ln(1/delta) + eps) - sqrt(ln(1/delta)))^2. Noise for which a condition fails is
-    refused.
+    epsilon = rho + 2 sqrt(rho ln(1/delta)) where delta >= e^(-(omega-1)^2 rho) (Lemma 2), else
+    rho omega + ln(1/delta) / (omega - 1). By the former sigma^2 = 26 K_i Q G^2 / (n_i^2 rho) with
+    rho = (sqrt(ln(1/delta) + eps) - sqrt(ln(1/delta)))^2; refused where a condition fails.
     """
 
     name = f"{PAPERS['002']} tCDP"

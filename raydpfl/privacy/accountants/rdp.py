@@ -55,8 +55,7 @@ def _spent(event: Event, count: int) -> np.ndarray:
 @lru_cache(maxsize=4)
 def _composed(event: Event, count: int) -> np.ndarray:
     """Renyi divergences of the first 1, ..., `count` of events that differ, float64 [count,
-    orders]. Divergences of a mixture, and those in between two levels, are averages of their
-    exponentials (docs/proofs.md, Rounds that differ).
+    orders]; between two levels averages of exponentials (docs/proofs.md, Rounds that differ).
     """
     mus = event.first(count)
     if not event.sampling.hidden:
