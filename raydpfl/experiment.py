@@ -94,17 +94,23 @@ class Experiment(Section):
         default=0, ge=0, lt=1 << 64, description="of all that is drawn at random"
     )
     rounds: int = Field(default=100, ge=1, le=10**9, description="T")
-    data: SerializeAsAny[data.Data]
-    model: SerializeAsAny[models.Model]
-    selection: SerializeAsAny[selection.Selection]
-    local: SerializeAsAny[Local]
-    bounding: SerializeAsAny[bounding.Bounding]
-    noise: SerializeAsAny[noise.Noise]
-    weights: SerializeAsAny[weights.Weights]
-    server: SerializeAsAny[server.Server]
-    privacy: Privacy = Privacy()
-    client: Client = Client()
-    evaluate: Evaluate = Evaluate()
+    data: Annotated[
+        SerializeAsAny[data.Data], Field(description="samples of clients and of the test")
+    ]
+    model: Annotated[SerializeAsAny[models.Model], Field(description="what clients train")]
+    selection: Annotated[
+        SerializeAsAny[selection.Selection], Field(description="the clients of a round")
+    ]
+    local: Annotated[SerializeAsAny[Local], Field(description="what a client does in a round")]
+    bounding: Annotated[
+        SerializeAsAny[bounding.Bounding], Field(description="of one client's share")
+    ]
+    noise: Annotated[SerializeAsAny[noise.Noise], Field(description="that makes the sum private")]
+    weights: Annotated[SerializeAsAny[weights.Weights], Field(description="of clients in the sum")]
+    server: Annotated[SerializeAsAny[server.Server], Field(description="how a sum moves the model")]
+    privacy: Annotated[Privacy, Field(description="delta, and who accounts")] = Privacy()
+    client: Annotated[Client, Field(description="where clients train")] = Client()
+    evaluate: Annotated[Evaluate, Field(description="scores of the model")] = Evaluate()
     personal: SerializeAsAny[Local] | None = Field(
         default=None,
         description=(
@@ -112,8 +118,12 @@ class Experiment(Section):
             "it is part of, and never sends; `proximal` draws it to the model (Ditto)"
         ),
     )
-    measure: tuple[SerializeAsAny[probes.Probe], ...] = ()
-    track: tuple[SerializeAsAny[tracking.Tracker], ...] = tracking.parse(tracking.DEFAULT)
+    measure: Annotated[
+        tuple[SerializeAsAny[probes.Probe], ...], Field(description="what else is measured")
+    ] = ()
+    track: Annotated[
+        tuple[SerializeAsAny[tracking.Tracker], ...], Field(description="where a run is shown")
+    ] = tracking.parse(tracking.DEFAULT)
 
     @classmethod
     def from_dict(

@@ -20,7 +20,7 @@ class Trackio(Tracker):
     library: ClassVar[str] = "trackio"
 
     kind: str = "trackio"
-    project: str = "raydpfl"
+    project: str = Field(default="raydpfl", description="that runs are listed in")
     space: str | None = Field(
         default=None, description="of Hugging Face, user/name; null: TRACKIO_SPACE_ID, or here"
     )

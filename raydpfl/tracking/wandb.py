@@ -23,7 +23,7 @@ class WandB(Tracker):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"mode": "offline"},)
 
     kind: str = "wandb"
-    project: str = "raydpfl"
+    project: str = Field(default="raydpfl", description="that runs are listed in")
     entity: str | None = Field(default=None, description="a user or team; null: the user's own")
     mode: Literal["online", "offline"] | None = Field(
         default=None,
