@@ -4,6 +4,7 @@ A layer x W^T + b becomes x W^T + b + scale (x A^T) B^T with A [rank, in] and B 
 stay as they are. A is drawn as torch draws a linear layer, B is 0, so the module starts as it was.
 The names are those that others use: A of the layer `h.0.attn` is `h.0.attn.lora_A.weight`.
 
+>>> import torch
 >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
 >>> adapt(net, Lora(rank=1, targets=("0",)), lambda: net(torch.ones(1, 4)))
 >>> [name for name, parameter in net.named_parameters() if parameter.requires_grad]
