@@ -43,7 +43,9 @@ _undo: list[Callable[[], None]] = []
 
 
 def chosen(num_gpus: float, where: str = "this machine") -> torch.device:
-    """What an actor with such a share of GPUs trains on; raises `ConfigError` without one."""
+    """Where an actor with such a share of GPUs trains: the CPU for none. Raises `ConfigError`,
+    which names the node, where torch finds no GPU.
+    """
     if num_gpus <= 0:
         return CPU
     if not torch.cuda.is_available():
@@ -187,7 +189,9 @@ def blamed(device: torch.device) -> Iterator[None]:
 
 
 def memory(num_gpus: float) -> int:
-    """Bytes of GPU memory that are an actor's; of a small GPU where none is seen here."""
+    """Bytes of GPU memory that are an actor's, 0 for one without; of a small GPU where this process
+    sees none.
+    """
     if num_gpus <= 0:
         return 0
     whole = _properties().total_memory if torch.cuda.is_available() else SMALL
@@ -212,8 +216,8 @@ def index(places: np.ndarray, to: torch.device) -> torch.Tensor:
 
 
 def norms(vectors: torch.Tensor) -> torch.Tensor:
-    """The L2 norms of k vectors, float64 [k, d], on the CPU, for which a GPU is waited for once. It
-    sums up a row otherwise among other numbers of rows, so its shape depends on d alone.
+    """The L2 norms of k vectors, float64 [k, d], on the CPU, for which a GPU is waited for once. A
+    GPU sums up a row otherwise among other numbers of rows, so it is given a shape by d alone.
     """
     if vectors.device.type == "cpu":
         return torch.linalg.vector_norm(vectors, dim=1)

@@ -37,7 +37,9 @@ def add(
     factors: np.ndarray | None = None,
     noise: np.ndarray | None = None,
 ) -> None:
-    """Adds what clients send, on the grid, as `raydpfl.core.native.add`; raises `RunError`."""
+    """Adds what clients send, on the grid, as `raydpfl.core.native.add`. Raises `RunError` for a
+    coordinate that is out of range, or not a number.
+    """
     if not native.add(total, rows, grid.step, grid.most, factors, noise):
         check_range(math.inf, grid)
 

@@ -8,7 +8,9 @@ import numpy as np
 
 
 def apportion(total: int, weights: np.ndarray, most: np.ndarray | None = None) -> np.ndarray:
-    """`total` in whole parts [n] by `weights` (largest remainders), none above `most`."""
+    """`total` in whole parts [n] in proportion to `weights` (largest remainders, ties to the
+    first), none above `most`.
+    """
     parts = np.zeros(len(weights), np.int64)
     free = np.ones(len(weights), bool)
     while True:

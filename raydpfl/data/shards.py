@@ -228,15 +228,18 @@ class Shards:
         self.reader.release()
 
     def class_counts(self) -> np.ndarray:
-        """Training samples, int64 [clients, classes]; no columns where none has one class."""
+        """Training samples of each client and class, int64 [clients, classes]; no columns where
+        samples have not one class each.
+        """
         counts = np.zeros((self.clients, 0 if self.target.shape else self.classes), np.int64)
         for client in np.flatnonzero(self.sizes).tolist() if counts.shape[1] else ():
             counts[client] = np.bincount(self.reader.rows(client, None)[1], minlength=self.classes)
         return counts
 
     def describe(self) -> dict:
-        """The clients' data in numbers, in all and per client (min, median, max), and names of
-        classes or targets; for regression no classes, and `optimum`, the least test loss of a
-        linear model, where it is known.
+        """The clients' data in numbers: clients, training, test, unused, validation and distinct
+        training samples; per client (min, median, max) training samples, classes and the share of
+        the commonest class; names of classes or targets, where they have any. For regression no
+        classes, and `optimum`, the least test loss of a linear model, where it is known.
         """
         return dict(self._description)

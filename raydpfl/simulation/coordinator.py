@@ -77,8 +77,8 @@ class Coordinator:
         self.state = state or RunState(0, model, bound, started(plan))
         std = plan.drawn_std if plan.mechanism else None
         check_whitening(plan)
-        drawn = (plan.noise_seed, plan.d, self.state.t, std)
-        self.noise = MonitoredNoise(self.experiment.noise, *drawn)
+        seed, t = plan.noise_seed, self.state.t
+        self.noise = MonitoredNoise(self.experiment.noise, seed, plan.d, t, std)
         self.monitor = sampling_monitor.of_run(plan, self.state.t, self.accounts.draws)
         # This may be a worker of Ray's, under other settings than the run's.
         provenance.check_node(platform.node(), plan.platform)
@@ -152,8 +152,8 @@ class Coordinator:
         if plan.individual:
             std, spent = plan.sum_std(t, state.bound), state.states["individual"]
             limits = plan.individual.limits(clients, std, spent)
-        per_client = plan.weights(clients), local.rows_used(sizes), width, stds, costs, limits
-        cut = scheduler.chunks(cohort, *per_client)
+        weights, rows = plan.weights(clients), local.rows_used(sizes)
+        cut = scheduler.chunks(cohort, weights, rows, width, stds, costs, limits)
         shares = self.pool.assign([state.memory.with_states(chunk) for chunk in cut])
         std = plan.client_std(t, state.bound)
         most = None if state.bound is None else state.bound * plan.weight
@@ -170,8 +170,8 @@ class Coordinator:
         experiment = self.experiment
         members: dict[str, Any] = {"bounding": experiment.bounding, "local": experiment.local}
         members |= {f"measure.{probe.kind}": probe for probe in experiment.measure}
-        given = self.state.states
-        states = {name: member.broadcast_state(given[name]) for name, member in members.items()}
+        stored = self.state.states
+        states = {name: member.broadcast_state(stored[name]) for name, member in members.items()}
         return Broadcast(self.state.model, {name: state for name, state in states.items() if state})
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
@@ -227,17 +227,17 @@ class Coordinator:
         by_query = bounding.answers(columns, self.state.bound)
         sums = {}
         for query in bounding.queries():
-            said = f"bounding.kind {bounding.kind}"
+            kind = f"bounding.kind {bounding.kind}"
             if query.name not in by_query:
-                named = ", ".join(by_query) or "nothing"
+                names = ", ".join(by_query) or "nothing"
                 raise RunError(
-                    f"{said} gives no answers to its query {query.name}; it answers {named}"
+                    f"{kind} gives no answers to its query {query.name}; it answers {names}"
                 )
             answers = np.nan_to_num(by_query[query.name])
             worst = float(np.abs(answers).max(initial=0.0))
             if not worst <= query.bound:
-                above = f"{worst:g}, above its bound of {query.bound:g}"
-                raise RunError(f"{said} answers its query {query.name} with {above}")
+                excess = f"{worst:g}, above its bound of {query.bound:g}"
+                raise RunError(f"{kind} answers its query {query.name} with {excess}")
             std = plan.side_stds.get(query.name, 0.0) * plan.factor(t)
             who = (cohort.clients, cohort.draws, plan.clients_left)
             side_query = SideQuery(query.name, plan.noise_seed, t, std, *who)

@@ -202,7 +202,7 @@ class Plan:
 
     @property
     def seed(self) -> int:
-        """Of batches, of randomness inside modules and of secret cohorts, from `first` on."""
+        """The seed of batches, randomness inside modules and secret cohorts, from `first` on."""
         return seed_of(self.experiment.seed, self.restart)
 
     @cached_property
@@ -267,7 +267,9 @@ class Plan:
 
     @property
     def rigorous(self) -> tuple[str, ...]:
-        """Of `named`, the rigorous that cover the mechanism: the least epsilon has the budget."""
+        """The rigorous accountants of `named` that cover the mechanism: the smallest epsilon of
+        theirs is held against the budget.
+        """
         return tuple(name for name in privacy.rigorous(self.named) if not self.uncovered(name))
 
     def check(self, shards: Shards) -> None:
@@ -479,7 +481,7 @@ def _classes(shards: Shards) -> str | None:
         return "all training samples are of one class: no classes are left to distinguish"
     if not shards.unseen:
         return None
-    some = ", ".join(map(str, shards.unseen[:5])) + ", ..." * (len(shards.unseen) > 5)
+    some = ", ".join(map(str, shards.unseen[:5])) + (", ..." if len(shards.unseen) > 5 else "")
     return (
         f"no training sample is of {len(shards.unseen)} of the {shards.classes} classes ({some}); "
         "the model has an output for each: number the classes from 0 without gaps"

@@ -62,7 +62,9 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def commit() -> str | None:
-    """Of the checkout that the package is in, `-dirty` with changes; None: there is none."""
+    """The commit of the checkout that the package is in, `-dirty` with changes; None: there is
+    none.
+    """
     root = Path(__file__).parents[2]
     place = (f"--git-dir={root / '.git'}", f"--work-tree={root}")
     command = ("git", *place, "describe", "--always", "--dirty")
@@ -190,7 +192,9 @@ def of(experiment: Experiment) -> dict[str, str]:
 
 @functools.cache
 def of_bfloat16() -> dict[str, str]:
-    """A digest of products in it, which some processors have other instructions for."""
+    """By the name bfloat16, a digest of products and convolutions in it: processors with
+    instructions for them round otherwise.
+    """
     x = torch.linspace(-1, 1, 1 << 14).bfloat16()
     image = x[:6272].view(2, 4, 28, 28)
     with torch.inference_mode():

@@ -158,7 +158,7 @@ class Recorder:
         if dropped:
             self.dropped.append(seen.t, dropped)
         row |= {"dropped": len(dropped), "replaced": self.pool.replaced}
-        row |= {"actors": self.pool.healthy}
+        row["actors"] = self.pool.healthy
         row["seconds_clients"] = sum(result.seconds for result in results)
         self._client_rss = max([self._client_rss, *(result.peak_rss_mb for result in results)])
         for probe in self.probes:

@@ -115,6 +115,8 @@ class Bets:
 
 
 class Bet:
+    """A bet on the cohorts of a run."""
+
     _wealth: np.ndarray  # logarithms, by strategy
     impossible = False  # whether a cohort was one that the scheme never gives
 

@@ -56,8 +56,8 @@ def in_training(experiment: Experiment) -> bool:
 def in_run(experiment: Experiment) -> bool:
     """Whether user-defined code takes part in anything that a process of the run does."""
     members = (experiment.noise, experiment.selection, experiment.data.task)
-    several = (*members, *experiment.measure, *experiment.metrics)
-    return in_training(experiment) or any(member.is_user_defined for member in several)
+    every = (*members, *experiment.measure, *experiment.metrics)
+    return in_training(experiment) or any(member.is_user_defined for member in every)
 
 
 # --- what it does ---
@@ -183,8 +183,7 @@ def _parsed(path: Path) -> tuple[bytes, Imports]:
 
 @functools.lru_cache(maxsize=512)
 def _statements(source: bytes) -> tuple[bytes, Imports]:
-
-    def works(node: Any) -> bool:
+    def has_effect(node: Any) -> bool:
         constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         return not (constant or isinstance(node, ast.Pass))
 
@@ -198,7 +197,7 @@ def _statements(source: bytes) -> tuple[bytes, Imports]:
             imports.append((node.level, node.module or "", names))
         for name, value in ast.iter_fields(node):
             if isinstance(value, list):
-                setattr(node, name, [*filter(works, value)])
+                setattr(node, name, [child for child in value if has_effect(child)])
     return hashlib.sha256(ast.unparse(tree).encode()).digest(), tuple(imports)
 
 
@@ -327,5 +326,5 @@ def _warn(other: Mapping[str, tuple[Path, Path | None]], place: Path) -> None:
         raise ConfigError("code", str(path), expected)
     differ = ", ".join(str(here) for _, here in other.values() if here)
     if differ:
-        said = "%s differs from what the run began with, stored in %s: that is used; "
-        log.warning(f"{said}--fresh-noise would take the new code", differ, place)
+        message = "%s differs from what the run began with, stored in %s: that is used; "
+        log.warning(message + "--fresh-noise would take the new code", differ, place)

@@ -43,7 +43,9 @@ def fetch(address: str, folder: Path, wanted: Callable[[str], bool]) -> list[str
     return names
 
 
-def _fetch_all_but(checkpoint: re.Pattern[str], address: str, folder: Path) -> list[str]:
+def _fetch_without_checkpoints(
+    checkpoint: re.Pattern[str], address: str, folder: Path
+) -> list[str]:
     """As `fetch`, with an empty file for each of the checkpoints, which are not read here."""
     names = fetch(address, folder, lambda name: not checkpoint.fullmatch(name))
     for name in filter(checkpoint.fullmatch, names):
@@ -68,7 +70,7 @@ def refetch(folder: Path) -> None:
     if address is None:
         return
     shutil.rmtree(folder, ignore_errors=True)
-    _fetch_all_but(CHECKPOINT, address, folder)
+    _fetch_without_checkpoints(CHECKPOINT, address, folder)
 
 
 def times(folder: Path) -> tuple[int, ...] | None:
@@ -94,7 +96,7 @@ def _join(path: Path) -> None:
 
 def begin(address: str, folder: Path) -> None:
     """Makes an empty folder the copy of what is at `address`. Raises `FileError`."""
-    names = _fetch_all_but(TRIAL_CHECKPOINT, address, folder)
+    names = _fetch_without_checkpoints(TRIAL_CHECKPOINT, address, folder)
     names = [name for name in names if not name.startswith(TRIALS)]
     here = _files(folder)
     # joined, or otherwise not what is there

@@ -59,9 +59,10 @@ def choose_backend(
     precision: Precision = "float32",
     times: StepTimes | None = None,
 ) -> str:
-    """The backend, or the given one, to train `module` on samples of this form; `times` what times
-    them (None: the order decides). Raises `ConfigError` for a rule, loss or module that cannot be
-    trained as asked, or a backend that does not fit.
+    """The backend that trains `module`, which stays as it is, on samples of this form: `backend`,
+    or for "auto" the best that fits, by `times` (None: by the order). `clip`: the bound on every
+    sample's gradient, if any; `gpu`: whether training is on one. Raises `ConfigError` for a rule,
+    loss or module that cannot be trained as asked, or a backend that does not fit.
     """
     if gpu and backend == "compiled":
         expected = "auto, or another backend; compiled code is for the CPU"

@@ -48,7 +48,9 @@ class Trainer:
     `chunk` gives the clients of a chunk, in its order, in blocks
     (`raydpfl.training.backends.base.Block`): of one client where the backend trains one by one,
     each trained when its block is asked for; else of as many as lie in the cache. A client without
-    rows has an update of zeros and the loss NaN; a diverged update comes back as it is. Arguments:
+    rows has an update of zeros and the loss NaN; a diverged update comes back as it is. A client's
+    bits depend on its rows, key and slot, the shapes C and n and the steps of the chunk's clients
+    (`planned`), not on what else is in the other slots. Arguments:
 
         parameters: the model, float32 [D], all that is trained.
         x: [C, n, *shape], float32, or integers for a module that takes int64; rows from sizes[i] on
@@ -61,13 +63,15 @@ class Trainer:
         stds: float64 [C], of the Gaussian noise on the mean gradient of every step, in each
             coordinate; needs `clip`.
         corrections: float32 [C, D], added to every gradient after that.
-        starts: where every client starts and ends, if not at `parameters`.
+        starts: where every client starts, if not at `parameters`; what it has trained to is in
+            `final` by the time that its block is yielded.
         drawn: the batches, as `batches` gives them, and `Local.step_counts`, where x holds other
             rows than all of a client's in their order (`picked`); else they are drawn.
         planned: int64 [C], the steps of all clients of the chunk, where some of them do not train
             here (-1 among `clients`), as bits may depend on them; None: as many as any makes.
-        clipped: float64 [C], filled with the share of a slot's (sample, step) pairs whose gradient
-            was longer than `clip`; NaN for a slot without rows, and where nothing is clipped.
+        clipped: float64 [C], filled by the time that a slot's block is yielded with the share of
+            its (sample, step) pairs whose gradient was longer than `clip` (one that is not finite
+            is not); NaN for a slot without rows, and where nothing is clipped.
         into: where the updates are added up in place of being yielded, where the backend `threads`,
             every client has rows, and none local parameters.
 

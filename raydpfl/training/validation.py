@@ -75,7 +75,9 @@ def check_loss(module: nn.Module, form: Form) -> None:
 
 
 def check_no_mixing(module: nn.Module, form: Form) -> None:
-    """Raises `ConfigError` for a module that mixes the samples of a batch."""
+    """Raises `ConfigError` for a module in which a sample's gradient depends on the others by
+    another path than the noisy parameters.
+    """
     for name, layer in module.named_modules():
         kind = type(layer).__name__
         if isinstance(layer, _BatchNorm) and not models.is_still(layer):

@@ -29,7 +29,9 @@ class Features(Member):
         return []
 
     def columns(self, x: np.ndarray, test_x: np.ndarray, root: Path | None) -> Rows:
-        """Both as float32 [rows, k], from uint8 or float32 [rows, *shape]. Raises `ConfigError`."""
+        """The training and test rows, uint8 or float32 [rows, *shape], as float32 [rows, k]. Raises
+        `ConfigError`.
+        """
         raise NotImplementedError
 
     def columns_without(

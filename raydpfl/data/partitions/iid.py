@@ -23,7 +23,9 @@ class Iid(Partition):
 
 
 class Similarity(Partition):
-    """A part of each client's samples iid, the rest a stretch of those left, by label (003)."""
+    """`s` percent of each client's samples iid, the rest a stretch of what remains sorted by label
+    (003 sec. VI: 100, 70, 30, 0).
+    """
 
     kind: str = "similarity"
     s: float = Field(ge=0, le=100, description="percent of samples that are drawn iid")

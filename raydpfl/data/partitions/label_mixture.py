@@ -87,7 +87,7 @@ class DominantLabels(LabelMixture):
 
 
 class ClassesPerClient(LabelMixture):
-    """Samples of exactly k classes each (002 sec. VI), by class in proportion to its samples."""
+    """Samples of exactly k classes each (002 sec. VI: 7), by class in proportion to its samples."""
 
     kind: str = "classes-per-client"
     k: int = Field(default=7, ge=1, description="classes of a client")
@@ -117,7 +117,9 @@ class ClassesPerClient(LabelMixture):
 def choose_classes(
     clients: int, k: int, supply: np.ndarray, generator: np.random.Generator, least: int
 ) -> np.ndarray:
-    """Bool [clients, classes], `k` true in each row, by class in proportion to its supply."""
+    """Bool [clients, classes], `k` true in each row, each class true for clients in proportion to
+    its supply, and for `least` at least.
+    """
     classes = len(supply)
     left = least + apportion(
         clients * k - classes * least, supply * 1.0, np.full(classes, clients - least)
@@ -137,8 +139,8 @@ def choose_classes(
 
 
 def fit(mixture: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray | None:
-    """Whole counts [clients, classes] with these row and column sums, near `mixture`, to 1 where
-    proportional fitting converges, and 0 where it is; None if there are none.
+    """Whole counts [clients, classes] with these row and column sums, 0 where `mixture` is; None if
+    there are none. Where proportional fitting converges, each is within 1 of the fitted number.
     """
     real = _fitted(mixture, rows, columns)
     whole = np.floor(real).astype(np.int64)

@@ -24,7 +24,9 @@ class Overlapping(Partition):
     kind: str = "overlapping"
     per_client: int = Field(ge=1, description="samples that a client draws")
     classes: int | None = Field(default=None, ge=1, description="dominant; None: all alike")
-    share: float | None = Field(default=None, gt=0, le=1, description="of samples, of these")
+    share: float | None = Field(
+        default=None, gt=0, le=1, description="of a client's samples that are of dominant classes"
+    )
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {"per_client": 20},
         {"per_client": 20, "classes": 2, "share": 0.9},

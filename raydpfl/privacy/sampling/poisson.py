@@ -20,6 +20,9 @@ class PoissonSampling(SamplingScheme):
     def coins(self, sampling):
         return sampling.q
 
+    def as_in_the_papers(self, sampling):
+        return False
+
     def any_subset(self, sampling):
         return True
 

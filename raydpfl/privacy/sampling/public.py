@@ -16,6 +16,9 @@ class PublicSampling(SamplingScheme):
     def size(self, sampling):
         return None  # groups that take turns may differ by one
 
+    def as_in_the_papers(self, sampling):
+        return False
+
     def q(self, sampling):
         return 1.0
 

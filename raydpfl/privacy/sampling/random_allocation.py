@@ -55,6 +55,9 @@ class RandomAllocationSampling(SamplingScheme):
     def in_epochs(self):
         return True
 
+    def as_in_the_papers(self, sampling):
+        return False
+
     def words(self, sampling):
         each = f"each in {sampling.per_epoch} of the {sampling.epoch} rounds or steps of an epoch"
         return f"random allocation, {each}, {sampling.cohort} of {sampling.population} expected"

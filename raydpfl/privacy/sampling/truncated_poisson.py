@@ -44,6 +44,9 @@ class TruncatedPoissonSampling(SamplingScheme):
     def any_subset(self, sampling):
         return True
 
+    def as_in_the_papers(self, sampling):
+        return False
+
     def words(self, sampling):
         expected = f"{sampling.cohort} of {sampling.population} expected"
         return f"Poisson, {expected}, at most {sampling.cap}"

@@ -16,6 +16,9 @@ class SamplingWithReplacement(SamplingScheme):
     def repeats(self):
         return True
 
+    def as_in_the_papers(self, sampling):
+        return False
+
     def plural(self):
         return "draws with replacement"
 

@@ -323,7 +323,7 @@ def results(compared: Compared) -> Table:
     metric = compared.metric
     every = [one for run in compared.runs for one in run.guarantees]
     kinds = dict.fromkeys((one.accountant, one.kind) for one in every)
-    known = [one for one in SCORES if any(run.number(one) is not None for run in compared.runs)]
+    scores = [one for one in SCORES if any(run.number(one) is not None for run in compared.runs)]
     rows: list[Row] = []
     for setting in compared.settings:
 
@@ -333,7 +333,7 @@ def results(compared: Compared) -> Table:
         std = Quantity("std", "std", percent=quantity(metric).percent)
         row = {"setting": setting.label, "seeds": len(setting.runs), **mean(metric)}
         row |= {std: setting.spread(metric).std}
-        for name in (f"best_{metric}", *(name for name in known if name != metric)):
+        for name in (f"best_{metric}", *(name for name in scores if name != metric)):
             row |= mean(name)
         row["epsilon that holds"] = setting.epsilon
         stated = largest_stated(setting.runs)

@@ -84,8 +84,8 @@ class ActorRound:
             name: np.sum(parts, axis=0) if name == "sum" else np.concatenate(parts)
             for name, parts in self.noise.items()
         }
-        facts = (columns, states, dropped, noise)
-        return ChunkResult(self.total.cpu().numpy(), *facts, peak_rss_mb=peak_rss_mb())
+        total = self.total.cpu().numpy()
+        return ChunkResult(total, columns, states, dropped, noise, peak_rss_mb=peak_rss_mb())
 
 
 class ChunkRound:

@@ -175,12 +175,13 @@ class Contribution:
         times its factor is longer than the bound. A client beyond its limit has the factor 0.
         """
         work = state.work
-        client, draw = (int(of[slots[0]]) for of in (state.chunk.clients, state.chunk.draws))
+        first = int(slots[0])
+        client, draw = int(state.chunk.clients[first]), int(state.chunk.draws[first])
         key = {"t": work.t, "client": client, "draw": draw}
         keyed = self.training.trainer.user_defined
         with keyed_globals(work.seed, **key, step=2) if keyed else nullcontext():
             # a copy, as user-defined code may write to it
-            factors = self.bounding.factors(torch.from_numpy(norms.copy()), largest(state))
+            factors = self.bounding.factors(torch.from_numpy(norms.copy()), bound_of(state))
         check_shape(f"bounding.kind {self.bounding.kind} gives factors", factors, norms.shape)
         self.check_factors(state, slots, norms, factors.numpy())
         if state.chunk.limits is None:
@@ -305,7 +306,7 @@ class InKernel(Scaled):
     def add_chunk(self, state: ChunkRound) -> None:
         chunk = state.chunk
         work = state.work
-        closed = self.bounding.closed(largest(state))
+        closed = self.bounding.closed(bound_of(state))
         assert closed is not None  # as `choose` says
         into = Sum(
             closed,
@@ -351,12 +352,12 @@ def choose(state: ChunkRound, training: ChunkTraining) -> type[Contribution]:
         and len(clients)
         and state.chunk.limits is None
         and training.rows.sizes(clients).all()
-        and bounding.closed(largest(state)) is not None
+        and bounding.closed(bound_of(state)) is not None
     )
     return InKernel if in_kernel else Scaled
 
 
-def largest(state: ChunkRound) -> float:
+def bound_of(state: ChunkRound) -> float:
     """The bound on what a client sends, before its weight."""
     return math.inf if state.work.bound is None else state.work.bound
 

@@ -21,7 +21,9 @@ PIECE = 1 << 26  # bytes that are copied there at once
 
 
 def check(there: torch.device, form: Form, x: np.ndarray, y: np.ndarray) -> None:
-    """See `device.check_numbers`: of tokens and labels that the model does not know."""
+    """Raises IndexError for tokens and labels that the model does not know, before they reach a GPU
+    (`device.check_numbers`).
+    """
     if form.tokens:
         device.check_numbers(there, x, form.tokens, "token")
     if form.target.classes:

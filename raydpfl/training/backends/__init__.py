@@ -32,9 +32,9 @@ WEIGHTS = 16  # samples whose products take as long as reading and writing the w
 def costs(backend: str, local: Local, sizes: np.ndarray, d: int, gpu: bool) -> np.ndarray | None:
     """By what chunks are cut, float64 [3, r], for clients of `sizes` rows, int64 [r]: the steps of
     each; and in products of a row with a weight, the cost of the calls of a chunk of which it is
-    the largest, and of a step of any client of that chunk, with `d` parameters (0 on a `gpu`, where
-    a step takes as long as the largest client's). None for a backend that trains clients one by
-    one.
+    the largest, and of a step of any client of that chunk, for a model of `d` parameters (the last
+    is 0 on a `gpu`, where a step takes as long as the largest client's). None for a backend that
+    trains clients one by one.
     """
     kind = BACKENDS[backend]
     if kind.threads or kind.one_by_one:

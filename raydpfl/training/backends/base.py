@@ -72,7 +72,8 @@ def spans(end: int, d: int, most: int | None = None) -> Iterator[slice]:
 @dataclass(frozen=True)
 class Starts:
     """Parameters with which clients start and end (`raydpfl.models.trained`); a slot's `final` is
-    there when the slot is given. `to_model`: rules pull to the round's model.
+    written by the time that the slot is given. `to_model`: rules pull a client to the round's
+    model, not to where it started.
     """
 
     initial: torch.Tensor  # float32 [C, D + b]

@@ -150,7 +150,9 @@ class _Layer:
 
 
 def step_factors(linear: LinearRule, lr: float) -> tuple[float, float]:
-    """(keep, step) such that v <- keep v + step g, of the velocity or else of the weights."""
+    """(keep, step) such that v <- keep v + step g for the gradient g; v: the velocity with
+    momentum, else the weights.
+    """
     if linear.momentum:
         return linear.momentum, 1.0
     return 1 - lr * (linear.decay + linear.proximal), -lr

@@ -39,7 +39,7 @@ the clients' losses, these [C], and where samples are clipped the factors [C, B]
 
 
 class _Forward:
-    """`torch.func.functional_call`, which looks for the trained parameters once."""
+    """What `torch.func.functional_call` does, but the trained parameters are looked for once."""
 
     def __init__(self, module: nn.Module, names: list[str]):
         """`names`: of the parameters, in the order of the others."""

@@ -110,7 +110,9 @@ class Filters:
         return total
 
     def by_images(self, weights: torch.Tensor) -> torch.Tensor:
-        """By the images, float32 [B, c, H, W], from the filters [C, height, width, c]."""
+        """The gradient by the images, float32 [B, c, H, W] with channels last in memory, from the
+        filters [C, height, width, c].
+        """
         by_images = torch.empty_like(self.unpadded)
         self._call("raydpfl_by_images", self.g, self.where, weights.contiguous(), by_images)
         return by_images.permute(0, 3, 1, 2)
