@@ -145,8 +145,7 @@ class Coordinator:
         client = self.experiment.client
         width = client.chunk
         assert isinstance(width, int)  # the plan has resolved "auto"
-        steps = plan.mechanism.step_stds if plan.mechanism else None
-        stds = None if steps is None else steps[clients]
+        stds = plan.step_stds(clients)
         costs = backends.costs(client.backend, local, sizes, plan.d, gpu=client.num_gpus > 0)
         limits = None
         if plan.individual:

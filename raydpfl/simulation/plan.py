@@ -368,6 +368,13 @@ class Plan:
         """
         return self.experiment.noise.client_std(self.drawn_std(t, bound), self.clients_left)
 
+    def step_stds(self, clients: np.ndarray) -> np.ndarray | None:
+        """Stds float64 [r] of the noise of these clients on the mean gradient of every local step;
+        None when there is none.
+        """
+        stds = self.mechanism.step_stds if self.mechanism else None
+        return None if stds is None else stds[clients]
+
     def check_guarantees(self) -> None:
         """Warns of what a reader of the results should know; raises `BudgetError` when the claimed
         guarantee of a client will not hold, which is a warning where rounds were released twice.
