@@ -58,13 +58,12 @@ _Loader.yaml_implicit_resolvers = {
 }
 _whole = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)\Z")
 _decimal = re.compile(
-    r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|\.(inf|Inf|INF))\Z|\.(nan|NaN|NAN)\Z"
+    r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|\.(inf|Inf|INF)|(\d+\.?\d*|\.\d+)[eE][-+]?\d+)\Z"
+    r"|\.(nan|NaN|NAN)\Z"
 )
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", _whole, list("-+0123456789"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _decimal, list("-+.0123456789"))
 for _yaml in (_Loader, _Dumper):
-    _scientific = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
-    _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _scientific, list("-+.0123456789"))
+    _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _decimal, list("-+.0123456789"))
 
 
 def parse_yaml(text: str) -> Any:

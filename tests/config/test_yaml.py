@@ -26,6 +26,7 @@ from raydpfl.config.yaml import dump, parse_yaml
         ("1:30.5", "1:30.5"),
         ("-", [None]),
         (".", "."),
+        ("'-.5'", "-.5"),  # text that PyYAML alone would write without quotes
     ],
 )
 def test_numbers_are_those_of_yaml_1_2(text, value):
