@@ -175,8 +175,7 @@ def resolved(target: str | type) -> tuple[str, type, str]:
 def _built_in(name: str) -> tuple[str, type, str] | None:
     """A member by `family:kind`, `family.kind`, or by its kind alone."""
     *parts, kind = re.split("[.:]", name)
-    section = ".".join(parts)
-    sections = [section] if section else BUILT_IN
+    sections = [".".join(parts)] if parts else BUILT_IN
     matches = [section for section in sections if kind in BUILT_IN.get(section, {})]
     if len(matches) > 1:
         raise ConfigError("member", name, " or ".join(f"{section}:{name}" for section in matches))
