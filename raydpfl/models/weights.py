@@ -33,7 +33,7 @@ def place(path: str | Path) -> Path:
 
 def packed(tensors: Mapping[str, Tensor], suffix: str, metadata: Mapping[str, str]) -> bytes:
     """The bytes of a file with this suffix: tensors, each whole under every name that it has, and
-    `said` of them, which a `state_dict` has no room for.
+    `metadata` of them, which a `state_dict` has no room for.
 
     Raises:
         ConfigError: there is no such file of weights.

@@ -47,8 +47,8 @@ class Resources:
         signals.check()
 
     def start(self) -> None:
-        """Starts Ray, unless it runs."""
-        if not ray.is_initialized():
+        """Starts Ray, unless it runs or an address was given."""
+        if not self._address and not ray.is_initialized():
             self._session = Session("local", num_cpus=cores())
 
     def nodes(self) -> list[dict[str, float]]:

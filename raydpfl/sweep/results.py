@@ -34,7 +34,7 @@ class SweepResult(SearchResult):
     """
 
     trials: pa.Table  # a row per trial, in the order of the sweep
-    settings: pa.Table  # likewise
+    settings: pa.Table  # a row per setting, in the order of the sweep
     best: SearchSetting | None
     all: list[SearchSetting]  # the settings
 

@@ -27,7 +27,7 @@ class SmoothNormalize(ClosedForm):
     kind: str = "smooth_normalize"
     bound: Bound = Field(description="c: the largest L2 norm of what one client sends")
     a: float = Field(
-        default=0.01, ge=BOUNDS[0], le=BOUNDS[1], description="a norm that is cut to c/2"
+        default=0.01, ge=BOUNDS[0], le=BOUNDS[1], description="the norm that is sent as c/2"
     )
 
     @property
