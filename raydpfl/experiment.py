@@ -95,7 +95,7 @@ class Experiment(Section):
     )
     rounds: int = Field(default=100, ge=1, le=10**9, description="T")
     data: Annotated[
-        SerializeAsAny[data.Data], Field(description="samples of clients and of the test")
+        SerializeAsAny[data.Data], Field(description="samples of clients, and the test set")
     ]
     model: Annotated[SerializeAsAny[models.Model], Field(description="what clients train")]
     selection: Annotated[
@@ -103,7 +103,7 @@ class Experiment(Section):
     ]
     local: Annotated[SerializeAsAny[Local], Field(description="what a client does in a round")]
     bounding: Annotated[
-        SerializeAsAny[bounding.Bounding], Field(description="of one client's share")
+        SerializeAsAny[bounding.Bounding], Field(description="of what a client sends")
     ]
     noise: Annotated[SerializeAsAny[noise.Noise], Field(description="that makes the sum private")]
     weights: Annotated[SerializeAsAny[weights.Weights], Field(description="of clients in the sum")]

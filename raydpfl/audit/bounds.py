@@ -236,13 +236,13 @@ def one_shot(
     mean = slope * worst
     mu = gap * slope * worst / std
     error = math.hypot(gap * worst / math.sqrt(e @ e), mu / math.sqrt(2 * len(x)))
-    ends = np.maximum([mu, mu - INTERVAL * error, mu + INTERVAL * error], 0.0)
-    middle, low, high = gaussian_epsilon(ends, delta).tolist()
+    mus = np.maximum([mu, mu - INTERVAL * error, mu + INTERVAL * error], 0.0)
+    middle, low, high = gaussian_epsilon(mus, delta).tolist()
     forward = backward = middle
     if not mirrored:
-        there, absent = (mean, std), (0.0, 1.0)
-        forward = gaussian_pair_epsilon(there, absent, delta)
-        backward = gaussian_pair_epsilon(absent, there, delta)
+        present, absent = (mean, std), (0.0, 1.0)
+        forward = gaussian_pair_epsilon(present, absent, delta)
+        backward = gaussian_pair_epsilon(absent, present, delta)
     return OneShot(middle, low, high, forward, backward, mu, error)
 
 

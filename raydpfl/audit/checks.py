@@ -369,5 +369,6 @@ def normality(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Ch
     """The noise on the sums is Gaussian, of the std accounted for (Kolmogorov and Smirnov)."""
     values = np.concatenate([noise for run in runs for noise in run.noises])[:_MOST]
     test = kstest(values, "norm")
-    finding = f"the distribution of {len(values):,} coordinates is off by {test.statistic:.2g} "
-    return Check("normality", test.pvalue >= alarm, f"{finding}(p = {test.pvalue:.2g})", alarm)
+    distance = f"{test.statistic:.2g} (p = {test.pvalue:.2g})"
+    finding = f"the distribution of {len(values):,} coordinates is off by {distance}"
+    return Check("normality", test.pvalue >= alarm, finding, alarm)

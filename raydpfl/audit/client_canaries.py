@@ -148,9 +148,7 @@ class ClientCanaryRun(CanaryRun):
         return self.state.participations
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
-        """The std of the noise is computed again from what the
-        accountants read.
-        """
+        """The std of the noise is computed again from what the accountants read."""
         plan = self.plan
         bound = self.state.bound
         assert bound is not None  # what is claimed is bounded
@@ -200,7 +198,7 @@ class ClientCanaryRun(CanaryRun):
             yield Block(slots, updates, NO_LOSS)
 
     def sent(self, state: ChunkRound, block: Block, vector: torch.Tensor) -> None:
-        """It should be what is expected of the client, plus its noise."""
+        """What is sent should be what is expected of the client, plus its noise."""
         client = int(state.chunk.clients[block.slots[0]])
         place = self.canaries.places.get(client)
         expected = self._expected(state, block)
@@ -352,8 +350,8 @@ class ClientCanaryRun(CanaryRun):
         }
 
     def finished(self) -> None:
-        """The last round's clients answer again, and the last scores are
-        counted again, as in rounds after the last, with their noise: rounds have little of it.
+        """The last round's clients answer again, and the last scores are counted again, as in
+        rounds after the last, with their noise: rounds have little of it.
         """
         self._score()
         if self.experiment.bounding.queries():

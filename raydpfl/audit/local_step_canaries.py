@@ -197,8 +197,8 @@ class SampleCanaryRun(CanaryRun):
         actor.shards.reader = OtherRows(actor.shards.reader, self.canaries.rows)
 
     def sent(self, state: ChunkRound, block: Block, vector: torch.Tensor) -> None:
-        """Adds the evidence that an update gives about its client's canaries,
-        and does some updates of a round again.
+        """Adds the evidence that an update gives about its client's canaries, and does some
+        updates of a round again.
         """
         chunk = state.chunk
         slot = int(block.slots[0])

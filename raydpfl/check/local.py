@@ -133,7 +133,7 @@ def memory(case: Example) -> str:
     idle = member.idle(alone)
     hold(idle.shape == (case.d,), f"idle gives {list(idle.shape)}")
     correction = member.correction(view)
-    states = [member.next_state(moved[:k].clone(), of) for k, of in ((K, view), (1, alone))]
+    states = member.next_state(moved.clone(), view), member.next_state(moved[:1].clone(), alone)
     for name, state, first in (
         ("correction", correction, member.correction(alone)),
         ("state", *states),

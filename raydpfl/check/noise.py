@@ -191,9 +191,13 @@ def sensitivity(case: Example) -> str:
     rounds = plan.experiment.rounds
     matrix = whitening_matrix(noise, rounds)
     most = plan.experiment.selection.most_participations(rounds)
-    every = [[*some] for k in range(1, most + 1) for some in combinations(range(rounds), k)]
     separation = plan.experiment.selection.separation
-    patterns = [pattern for pattern in every if (np.diff(pattern) >= separation).all()]
+    patterns = [
+        list(pattern)
+        for count in range(1, most + 1)
+        for pattern in combinations(range(rounds), count)
+        if (np.diff(pattern) >= separation).all()
+    ]
     for pattern in patterns:
         moved = float(np.linalg.norm(np.abs(matrix[:, pattern]).sum(1)))
         accounted = math.sqrt(event.amounting(len(pattern)))

@@ -87,9 +87,9 @@ def hold_samples(backend: str, bound: float) -> None:
     for bias in (True, False):
         module, count = _module(backend, bias)
         trainer = Trainer(module, rule, backend=backend, seed=0, clip=bound, task=Regression())
-        rows = flatten(module), x, y, [1] * len(sizes)
-        zeros = [0] * len(sizes)
-        for block in trainer.chunk(*rows, t=0, clients=list(range(len(sizes))), draws=zeros):
+        model, rows = flatten(module), [1] * len(sizes)
+        clients, draws = list(range(len(sizes))), [0] * len(sizes)
+        for block in trainer.chunk(model, x, y, rows, t=0, clients=clients, draws=draws):
             steps = np.asarray(block.updates[:, -count:], np.float64)
             for slot, step in zip(block.slots.tolist(), steps, strict=True):
                 norm = math.hypot(*step)

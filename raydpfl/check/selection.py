@@ -67,8 +67,10 @@ def follows_sampling(case: Example) -> str:
     if declared.coins is not None or declared.size is None:
         least = 0
     rate = FALSE_ALARM / (len(SEEDS) + 1)
-    facts = member, population, composed_rounds, least, True
-    monitor = SamplingMonitor(*facts, pairs=member.is_user_defined, false_alarm=rate)
+    pairs = member.is_user_defined
+    monitor = SamplingMonitor(
+        member, population, composed_rounds, least, True, pairs=pairs, false_alarm=rate
+    )
     seen: Counter[int] = Counter()
     for t in range(ROUNDS):
         cohort = _draw(member, 1, t, population)

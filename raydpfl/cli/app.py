@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
@@ -20,11 +21,11 @@ app = typer.Typer(
     "data describe, audit) import what it names with --trust-code alone; report, compare and show "
     "import nothing.",
 )
-for command in (
-    *(run.run, run.new, run.export, search.sweep, search.reproduce, run.submit),
-    *(reference.show, privacy.budget, privacy.audit, reference.check, reference.kinds),
-    *(report.report, report.compare),
-):
+COMMANDS: list[Callable[..., None]] = []
+COMMANDS += [run.run, run.new, run.export, search.sweep, search.reproduce, run.submit]
+COMMANDS += [reference.show, privacy.budget, privacy.audit, reference.check, reference.kinds]
+COMMANDS += [report.report, report.compare]
+for command in COMMANDS:
     app.command()(command)
 datasets = typer.Typer(no_args_is_help=True, help="What there is to train on.")
 app.add_typer(datasets, name="data")

@@ -176,8 +176,9 @@ def spending(epsilon: float, promised: float | None) -> str:
     """
     if promised is None:
         return f"epsilon {epsilon:.3g}"
-    above = epsilon > promised * (1 + 1e-3)  # by the formula of a paper, say
-    return f"epsilon {epsilon:.3g}{', asked for' if above else ' of'} {promised:g}"
+    # above it by the formula of a paper, say
+    relation = ", asked for" if epsilon > promised * (1 + 1e-3) else " of"
+    return f"epsilon {epsilon:.3g}{relation} {promised:g}"
 
 
 def rate(row: dict[str, Any]) -> str:

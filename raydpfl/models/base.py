@@ -159,8 +159,8 @@ class Net(Model):
 def dense(
     layers: list[nn.Module], widths: list[int], activation: type[nn.Module], outputs: int
 ) -> nn.Sequential:
-    """These layers, then linear ones from one of the widths to the next, each with an activation
-    behind it, and a linear one to the outputs.
+    """These layers, their outputs flattened, then linear layers from one of the widths to the
+    next, each with an activation behind it, and a linear one to the outputs.
     """
     hidden = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), activation())]
     return nn.Sequential(*layers, nn.Flatten(), *hidden, nn.Linear(widths[-1], outputs))

@@ -39,7 +39,7 @@ FIELD = "noise.epsilon"
 class BudgetDistribution(Member):
     """Base of the family; a member gives `budgets` (PRIVACY.md sec. 5)."""
 
-    floor: float = Field(default=FLOOR, gt=0, description="epsilon that budgets are raised to")
+    floor: float = Field(default=FLOOR, gt=0, description="least epsilon; others are raised")
     public: float = Field(
         default=0.0, ge=0, le=1, description="probability of a public client, with no limit"
     )

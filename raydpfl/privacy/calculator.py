@@ -196,8 +196,9 @@ class Budget:
         """What the first guarantee that holds means, that of clients' own budgets if there is one,
         by the largest power of a test at 5% false alarms; why none does, if there is none.
         """
-        rigorous = (o for o in (*self.individual, *self.guarantees) if o.kind == "rigorous")
-        finite = (one for one in rigorous if math.isfinite(one.epsilon))
+        claims = (*self.individual, *self.guarantees)
+        rigorous = (claim for claim in claims if claim.kind == "rigorous")
+        finite = (claim for claim in rigorous if math.isfinite(claim.epsilon))
         return next(finite, self.guarantees[0]).detection()
 
     def to_dict(self) -> dict[str, Any]:
@@ -479,14 +480,15 @@ def of_clients(
     `participations` is the largest number of rounds (with replacement: of draws) of any client,
     against an observer who knows the cohorts; None: every round. `epoch` and `per_epoch` (1 by
     default) are those of a random allocation, `cap` is that of truncated Poisson sampling. With
-    `colluders` there are answers against as many clients, who must draw the noise. Where the size
-    of a cohort is a secret auto is add_remove and server, else replace_one and client. `v` is the
-    constant of 000 Theorem 3.2.
+    `colluders` there are answers against as many clients who tell what they know; clients must draw
+    the noise. Where the size of a cohort is a secret `relation` auto is add_remove and `placement`
+    auto is server, else replace_one and client. `v` is the constant of 000 Theorem 3.2.
 
     With a `strategy` (one of `factorization.STRATEGIES`) the server's noise is correlated over the
     rounds: that of a node of the tree, or of z for a matrix whose first column has norm 1. Cohorts
     are public or full, a client's rounds at least `separation` apart. `restart` is the rounds of
-    one tree (None: all), `bands` (None: the separation) and `buffers` (None: 3) are as named.
+    one tree (None: all), `bands` (None: the separation) the rounds that noise is correlated over,
+    `buffers` (None: 3) the models that the server keeps.
 
     With `noise` laplace the bound is an L1 norm. With discrete_gaussian (of the server) or skellam
     (of the clients) sums are of integers modulo 2^`bits` (16 by default), for a model of so many
@@ -717,7 +719,7 @@ def _flag(name: str) -> str:
 def _multiplier(
     z: float | None, std: float | None, bound: float | None, draws: float
 ) -> float | None:
-    """z as stated, or from the std of one of so many draws."""
+    """z as stated, or from the std of one draw, `draws` times which is the std of the sum."""
     for name, value in (("noise_multiplier", z), ("std", std), ("bound", bound)):
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(name, value, "a positive finite number")

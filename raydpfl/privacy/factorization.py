@@ -322,7 +322,8 @@ def covered(sampling: Sampling, separation: int, bands: int | None = None) -> st
     """Why noise that is correlated over the rounds is not covered, and what is; None: it is, by the
     squares above where cohorts are no secret, and under a Poisson sample of the group whose turn it
     is (`sampling`) as independent noise, if it spans no two turns. `separation`: the fewest rounds
-    between a client's participations; `bands`: those that noise is correlated over, None: all.
+    from one participation of a client to its next; `bands`: the rounds that noise is correlated
+    over, None: all.
     """
     if not sampling.hidden or bands == 1:
         return None

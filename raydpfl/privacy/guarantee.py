@@ -71,7 +71,9 @@ class Scope:
     def of_cohorts(
         cls, sampling: Sampling, participations: Participations | None = None, also: str = ""
     ) -> Scope:
-        """Cohorts of clients; with `participations`, against an observer who knows them."""
+        """Cohorts of clients; with `participations`, against an observer who knows them. `also` is
+        released next to the rounds, in words.
+        """
         hidden = HIDDEN_COHORT if sampling.hidden else ""
         knows = "cohort known" if participations else hidden
         parts = (str(sampling), knows, str(participations or ""), also)
@@ -143,7 +145,9 @@ class Guarantee:
         return (self.kind, self.unit, self.relation, self.observer, clients, self.delta)
 
     def leaving_out(self, what: str, whose: str) -> Guarantee:
-        """The same, not proved, as it leaves out `what` and counts some clients alone."""
+        """The same as a number that nothing proves, as it leaves out `what`; its accountant is
+        named as that of the clients `whose` it counts.
+        """
         return replace(
             self,
             kind="unproven" if self.kind == "rigorous" else self.kind,

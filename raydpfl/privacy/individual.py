@@ -96,8 +96,8 @@ class IndividualBudgets:
         state["left"][clients[~stays]] = 1
 
     def guarantees(self, mechanism: Mechanism) -> Iterator[Guarantee]:
-        """What the budgets guarantee after any rounds: against an observer of every aggregate who
-        knows the cohorts, and of every single update where these have noise.
+        """What the budgets guarantee after any number of rounds: against an observer of every
+        aggregate who knows the cohorts, and of every single update where these have noise.
         """
         private = np.isfinite(self.epsilons)
         if not private.any():
@@ -125,7 +125,9 @@ class IndividualBudgets:
             )  # fmt: skip
 
     def summary(self, state: State) -> dict[str, Any]:
-        """For summary.json: how many have left, and quantiles of what private clients spent."""
+        """For summary.json: how many clients have left, and quantiles of the epsilon that each
+        client that is not public has spent.
+        """
         private = np.isfinite(self.epsilons)
         spent = pld.gaussian_epsilon(np.sqrt(state["spent"][private]), self.delta)
         quantiles = np.quantile(spent, SHARES, method="inverted_cdf") if len(spent) else spent

@@ -146,7 +146,7 @@ class IntegerNoise:
         return math.sqrt(square / left) + SLACK if left > variance / 4 else math.inf
 
     def skellam_loss(self, moves: int, z: float) -> SkellamLoss | None:
-        """Of noise that counts as no Gaussian; None: it does."""
+        """The loss of noise that counts as no Gaussian; None: it counts as one."""
         return None
 
     def seen(self, share: float) -> IntegerNoise:

@@ -110,8 +110,9 @@ class Ledger:
         self, *, t: int, epsilon: Mapping[str, float], restart: int = 0, **release: Any
     ) -> None:
         """Writes round t, the one after the last, to disk before it is released, with the epsilons
-        after it and what is released, as JSON values; a second time changes nothing. A `restart`
-        above the last one starts a new segment, at any round up to the one after the last.
+        after it and what is released, as JSON values; the same release a second time changes
+        nothing. A `restart` above the last one starts a new segment, at any round up to the one
+        after the last; rounds recorded before then count as releases of their own.
 
         Raises:
             RunError: the round was recorded with another release (its noise key would be used

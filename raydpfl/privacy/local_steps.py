@@ -210,7 +210,10 @@ class LocalSteps:
         return {}
 
     def of_clients(self) -> Mapping[str, np.ndarray]:
-        """What is public of clients' privacy, float64 [N] by name; `variance` is V_k of 003."""
+        """What is public of clients' privacy, float64 [N] by name: `budget`, the epsilon promised
+        to a client's samples, infinite for a public client; `noise_std`, on the mean gradient;
+        `variance`, V_k of 003.
+        """
         if self.claims is None:
             return {"noise_std": self.stds}
         samples = np.maximum(self.samples, 1)  # a client without samples never takes part

@@ -63,8 +63,8 @@ class Query:
 @dataclass(frozen=True)
 class Survey:
     """A histogram over all clients of a score, released after some of the rounds; nothing is
-    amplified. A client in one bin or none that is absent moves one count by 1, and one that is
-    replaced two counts, a distance of sqrt(2).
+    amplified, as everyone answers. A client is in one bin or none: one that is there or not moves
+    one count by 1, one that is replaced moves two counts, a distance of sqrt(2).
     """
 
     name: str  # of the score, in messages, guarantees and the ledger
@@ -339,8 +339,9 @@ class Mechanism:
         return {query.name: query.std / query.bound * scale for query in self.sums}
 
     def event(self, relation: Relation) -> Event:
-        """What accountants compose: one round, and all surveys once. A client's own rounds are
-        taken to be those with the least noise, as are all of an epoch.
+        """What accountants compose under this relation: one round, and all surveys once. Where a
+        client's own rounds are counted, or the rounds of an epoch depend on each other, they are
+        taken to have the least noise of any.
         """
         once = self.survey.mu(relation) if self.survey else 0.0
         loss = None
@@ -389,7 +390,9 @@ class Mechanism:
 
     @property
     def draws(self) -> float:
-        """Std of the noise on the sum / std of one draw: sqrt(r) of r clients, B on a mean, 1."""
+        """Std of the noise on the sum / std of one draw: sqrt(r) where r clients draw it, B where a
+        client draws it on the mean of a batch, else 1.
+        """
         r = self.sampling.cohort
         return {"server": 1.0, "client": math.sqrt(r), "step": float(r)}[self.placement]
 

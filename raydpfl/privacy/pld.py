@@ -121,7 +121,9 @@ class LossDistribution:
     once: bool = False
 
     def epsilons(self, delta: float, first: int, last: int) -> np.ndarray:
-        """Epsilon at `delta` after first, first + every, ..., last rounds, float64 [numbers]."""
+        """Epsilon at `delta` after first, first + every, ..., last rounds, float64 [numbers];
+        infinite where delta is out of reach.
+        """
         if self.infinite == 1:  # nothing is on the grid
             return np.full(len(range(first, last + 1, self.every)), math.inf)
         tilted = is_small(delta, last)
@@ -135,7 +137,9 @@ class LossDistribution:
         return np.array(epsilons)
 
     def delta(self, epsilon: float, rounds: int, near: float = 1.0) -> float:
-        """Delta at `epsilon` after `rounds` rounds, computed as suits a delta `near` this one."""
+        """Delta at `epsilon` after `rounds` rounds; `near` is about what it is, which says how it
+        is computed.
+        """
         if self.infinite == 1:
             return 1.0
         loss = self._tilted(near, rounds) if is_small(near, rounds) else self
@@ -340,8 +344,8 @@ def _chernoff(parts: Sequence[_Part], sign: int, surprise: float, orders: np.nda
 
 def least_bound(bound: Callable[[int], np.ndarray], orders: int) -> np.ndarray:
     """The least of Chernoff bounds for rising numbers of rounds, float64 [numbers], `bound(i)` that
-    by order i. (n K(order) + surprise) / order, K convex, first falls and then rises with the
-    order, and more rounds are served best by a smaller one.
+    by order i of `orders`, which rise. (n K(order) + surprise) / order, K convex, first falls and
+    then rises with the order, and more rounds are served best by a smaller one.
     """
     bound = cache(bound)
     first, last = sorted(
@@ -631,7 +635,9 @@ def _shared(
 
 
 def mixture(parts: Sequence[tuple[float, Sequence[CurvePair]]]) -> tuple[CurvePair, ...]:
-    """The curves of a round that is one of several, by probability, and says which: the means."""
+    """The curves of a round that is one of several and says which, from their probabilities and
+    curves: the means, direction by direction.
+    """
     weights = [weight for weight, _ in parts]
 
     def mean(curves: Sequence[Curve]) -> Curve:
@@ -735,7 +741,8 @@ def _tail(losses: Sequence[tuple[LossDistribution, int]]) -> np.ndarray:
 
 def with_replacement_curve(p_max: float, draws: int, mu: float) -> Curve:
     """One round on `draws` draws with replacement, under replace-one: the bound of [2] Theorem 10
-    for the likeliest client, of probability `p_max` at one draw (docs/proofs.md); `mu` of one.
+    for the likeliest client, of probability `p_max` at one draw (docs/proofs.md); `mu` of one
+    draw.
     """
     from scipy.special import bdtrc, gammaln
 

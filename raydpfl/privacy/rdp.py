@@ -143,7 +143,9 @@ def _amplified(q: float, moments: np.ndarray) -> np.ndarray:
 
 
 def mixture(parts: Sequence[tuple[float, np.ndarray]]) -> np.ndarray:
-    """Of a step that is one of several, and says which; what is missing from 1 shows nothing."""
+    """Divergences at `ORDERS` of a step that is one of several and says which, from their
+    probabilities and divergences; what is missing from 1 shows nothing.
+    """
     logs = [math.log(weight) + (ORDERS - 1) * each for weight, each in parts]
     nothing = 1 - sum(weight for weight, _ in parts)
     logs += [np.full(len(ORDERS), math.log(nothing))] if nothing > 0 else []

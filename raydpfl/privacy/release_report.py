@@ -56,9 +56,10 @@ class SumsReport:
         surveys it may count some early.
 
         Args:
-            draws: for every release, the last for the `rounds`, its clients, int64, listed as often
-                as drawn. Read where the mechanism is `unproved`: rigorous epsilons are then those
-                against the first observer with a proof; None: a client may be in every round.
+            draws: for every release its clients, int64, listed as often as drawn; the last of them
+                are those of the `rounds`. Read where the mechanism is `unproved`: rigorous epsilons
+                are then those against the first observer with a proof; None: a client may be in
+                every round.
             rounds: int64 [T], the number of releases composed after a round.
             surveys: int64 [T], how often all clients were asked until then; None: never.
         """
@@ -485,7 +486,8 @@ def report_of(
     """The `ReleaseReport` of a release.
 
     Args:
-        release, accountants: on sums or at local steps; who state an epsilon.
+        release: with noise on the sums of rounds, or at local steps.
+        accountants: names of those that state an epsilon.
         terms: of noise on sums; noise at local steps has its own.
     """
     if release.by_draws:

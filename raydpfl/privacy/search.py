@@ -25,9 +25,9 @@ Point = tuple[float, float]  # (x, excess)
 def safe_end(
     excess: Callable[[float], float], low: float, high: float, xtol: float, rtol: float = _LEAST
 ) -> float:
-    """An x less than xtol + rtol |x| from the root of `excess`, which is at most 0 where x is safe,
-    as this one is, and changes sign once from `low` to `high`. Raises `ValueError` if both ends are
-    safe, or neither.
+    """A safe point next to the root of `excess`, which is at most 0 where x is safe and changes
+    sign once from `low` to `high`: less than xtol + rtol |x| from the root. Raises `ValueError` if
+    both ends are safe, or neither.
     """
     from scipy.optimize import brentq
 

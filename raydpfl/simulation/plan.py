@@ -176,6 +176,11 @@ class Plan:
         return len(self.history)
 
     @property
+    def repeated(self) -> int:
+        """How many releases there were in addition to those of the rounds as they count now."""
+        return sum(map(len, self.history)) - self.first
+
+    @property
     def composed_before(self) -> int:
         """How many rounds accountants compose in addition to `composed_rounds`: those released
         again; where rounds of an epoch depend on each other, all of each epoch that one touches.
@@ -459,6 +464,18 @@ class Plan:
         if self.individual:
             held += self.individual.guarantees(cast(Mechanism, self.mechanism))
         return held
+
+    def of_the_chosen(self, rounds: int, chosen: Mapping[int, int]) -> list[Guarantee]:
+        """As `guarantees`, counting only how often losses have chosen the clients: none of these is
+        proved. Empty where all who are exposed are counted.
+        """
+        uncounted = self.experiment.selection.uncounted
+        if not self.mechanism or rounds == 0 or uncounted is None:
+            return []
+        return [
+            guarantee.leaving_out(uncounted, "chosen")
+            for guarantee in self.report.guarantees(chosen, rounds)
+        ]
 
 
 def seed_of(seed: int, restart: int) -> int:

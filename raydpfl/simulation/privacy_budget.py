@@ -95,12 +95,8 @@ class Account:
         """
         recorded = self._recorded(rounds, participations)
         guarantees = self.plan.guarantees(*recorded)
-        uncounted = self.plan.experiment.selection.uncounted
-        # with a history, or rounds that a crash cut off, it is unknown who was chosen
-        if guarantees and uncounted and recorded[0] == rounds and not self.plan.history:
-            # counting only how often losses have chosen the clients, none of these is proved
-            chosen = self.plan.report.guarantees(participations, rounds)
-            guarantees += [guarantee.leaving_out(uncounted, "chosen") for guarantee in chosen]
+        if recorded[0] == rounds and not self.plan.history:  # else the chosen are unknown
+            guarantees += self.plan.of_the_chosen(rounds, participations)
         return guarantees
 
     def _recorded(self, rounds: int, participations: Counter) -> tuple[int, Counter]:

@@ -313,7 +313,7 @@ class Recorder:
             "seed": self.plan.experiment.seed,
             "precision": self.plan.experiment.client.precision,
             "capability": capability(),
-            "repeated_rounds": sum(map(len, self.plan.history)) - self.plan.first,
+            "repeated_rounds": self.plan.repeated,
             "noise_multiplier": mechanism.noise_multiplier if mechanism else None,
             "replaced_actors": self.pool.replaced,
             "sentences": in_words(guarantees),

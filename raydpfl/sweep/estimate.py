@@ -28,7 +28,7 @@ Runs = Iterable[tuple[Experiment, int]]  # an experiment, and how often somethin
 
 @dataclass(frozen=True)
 class Estimate:
-    """What runs take."""
+    """How long runs take."""
 
     seconds: float | None  # with all cores at work; None as long as a kind of run was not timed
     kinds: int  # of runs
@@ -97,7 +97,7 @@ def workloads(runs: Runs) -> dict[Path, list[tuple[Experiment, int]]]:
 
 
 def _timing(path: Path) -> tuple[float, float] | None:
-    """As `_timed` had it."""
+    """Seconds to start a run, and of a round, as `_timed` measured them; None: it has not."""
     try:
         start, per_round = kept_json(path)
         return float(start), float(per_round)

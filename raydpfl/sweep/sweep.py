@@ -179,7 +179,7 @@ class Sweep:
         """The values of every setting, in order; not for Optuna, which decides as results come."""
         if self.search.search == "grid":
             yield from points(
-                {k: one for k, one in self.spaces.items() if isinstance(one, Options)}
+                {key: space for key, space in self.spaces.items() if isinstance(space, Options)}
             )
             return
         seen: set[Any] = set()
@@ -195,7 +195,9 @@ class Sweep:
                 return
 
     def setting(self, values: Mapping[str, Any]) -> SearchSetting:
-        """The setting of these values, with no trials yet. Raises `ConfigError`."""
+        """The setting of these values, with no trials yet. Raises `ConfigError` if they make no
+        experiment.
+        """
         tree = put(self.tree, values)
         return SearchSetting(dict(values), Experiment.from_dict(tree, imports=self.imports))
 
@@ -259,7 +261,9 @@ class Sweep:
         return int(self.tree.get("seed", 0))
 
     def check_settings(self) -> None:
-        """Raises `ConfigError` for what the settings, one or together, rule out."""
+        """Raises `ConfigError` for a setting that makes no experiment, and for what the settings
+        together rule out.
+        """
         search = self.search
         least = min(experiment.rounds for experiment in self.probes)
         if search.scheduler != "none" and search.grace > least:

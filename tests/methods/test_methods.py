@@ -435,7 +435,7 @@ def test_the_truth_counts_all_candidates_and_the_chosen_alone_are_never_rigorous
     assert {each["accountant"] for each in result.summary["holds"]} == {"pld"}
     assert result.rounds["epsilon_pld"][-1].as_py() == said["pld"].epsilon
     whole = resolve(experiment(**{**CHOSEN, "selection": CHOICE}))
-    assert whole.experiment.selection.uncounted is None
+    assert not whole.of_the_chosen(4, {1: 1})
 
 
 @pytest.mark.parametrize("placement", ["client", "server"])

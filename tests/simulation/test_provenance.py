@@ -359,14 +359,13 @@ def test_rounds_released_again_have_secret_cohorts_batches_and_noise_of_their_ow
     public = resolve(experiment(selection={"kind": "cyclic", "period": 2}, **LONG))
     public = public.continued((Segment(0, 0, 5),), restart_round=3)
     assert public.cohort_seed() == 3 != public.seed
-    assert len(restarted.draws(8)) == 5 + 5 and restarted.composed_before == 2
+    assert len(restarted.draws(8)) == 5 + 5 and restarted.repeated == 2
     # of epochs of 4 rounds the old cohorts are of two, the new ones, from round 3 on, of two more
     allocated = {"selection": {"kind": "balls_in_bins", "epoch": 4}, **LONG}
     allocated["privacy"] = {"accountants": ["pld"]}
     allocated = resolve(experiment(**allocated)).continued((Segment(0, 0, 5),), restart_round=3)
     composed = allocated.composed_rounds[3:] + allocated.composed_before
-    repeated = sum(map(len, allocated.history)) - allocated.first
-    assert repeated == 2 and composed.tolist() == [12, 13, 14, 15, 16]
+    assert allocated.repeated == 2 and composed.tolist() == [12, 13, 14, 15, 16]
 
 
 # ---- the ledger below the checkpoint ----

@@ -15,7 +15,7 @@ class ModelClip(Clip):
 
     examples = ({"bound": 1.0},)
     kind: str = "model_clip"
-    scaling: Literal["update"] = Field(default="update", description="the model itself")
+    scaling: Literal["update"] = Field(default="update", description="bounded: the model")
 
     def sends_model(self) -> bool:
         return True

@@ -64,7 +64,7 @@ class AdamW(Adam):
         {"steps": 4, "batch": 5, "lr": 0.01, "within": {"lr_warmup": 2}},
     )
     kind: str = "adamw"
-    weight_decay: float = Field(default=0.01, ge=0, description="times lr: what is taken off x")
+    weight_decay: float = Field(default=0.01, ge=0, description="times lr: share of x taken off")
 
     def step(self, x: Tensor, gradient: Tensor, state: Any, at: Step) -> tuple[Tensor, Any]:
         return self._moved(x * (1 - at.lr * self.weight_decay), gradient, state, at)

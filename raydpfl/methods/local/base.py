@@ -91,7 +91,7 @@ class Share(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    share: float = Field(gt=0, le=1, description="q, of a client's rows")
+    share: float = Field(gt=0, le=1, description="q, the share of a client's rows that a batch has")
 
     def of(self, sizes: np.ndarray) -> np.ndarray:
         """Rows in a batch, int64 [C], of clients with so many rows, int64 [C]."""

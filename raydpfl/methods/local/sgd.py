@@ -26,7 +26,9 @@ class Sgd(Local):
         {"epochs": 2, "batch": 5, "within": {"schedule": "cosine", "lr_period": 4}},
     )
     kind: str = "sgd"
-    weight_decay: float = Field(default=0.0, ge=0, description="of every parameter, biases too")
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="times x is added to the gradient, of biases too"
+    )
     momentum: float = Field(default=0.0, ge=0, lt=1, description="share of v that a step keeps")
     proximal: float = Field(
         default=0.0, ge=0, description="mu of FedProx: loss + mu/2 ||x - x_t||^2"

@@ -52,7 +52,7 @@ class ConvergenceBoundProbe(Probe):
     kind: str = "convergence_bound"
     theorem: Literal[
         "chen_2024_theorem1", "chen_2024_theorem2", "xu_2026_theorem1", "xu_2026_theorem2"
-    ] = Field(default="chen_2024_theorem1", description="whose bound it is")
+    ] = Field(default="chen_2024_theorem1", description="that gives the bound")
     smoothness: float = Field(default=1.0, gt=0, description="L; no client may have more")
     convexity: float = Field(
         default=0.1, gt=0, description="lambda or mu of Theorem 1; no client may have less"

@@ -51,7 +51,7 @@ class Pareto(Response):
 
     examples = ({}, {"alpha": 0.8})
     kind: str = "pareto"
-    alpha: float = Field(default=1.5, gt=0, description="of the tail")
+    alpha: float = Field(default=1.5, gt=0, description="exponent of the tail")
 
     def times(self, generator: np.random.Generator, count: int) -> np.ndarray:
         return 1 + generator.pareto(self.alpha, count)
@@ -78,9 +78,13 @@ class FirstResponders(Sized):
     )
     kind: str = "first_responders"
     contacted: int | None = Field(
-        default=None, ge=1, description="clients asked; None: all, or 10,000 or 10 times the cohort"
+        default=None,
+        ge=1,
+        description="clients asked; None: the larger of 10,000 and 10 cohorts, all if fewer",
     )
-    response: SerializeAsAny[Response] = Field(default=Exponential(), description="of the times")
+    response: SerializeAsAny[Response] = Field(
+        default=Exponential(), description="distribution of the response times"
+    )
     spread: float = Field(default=0.0, ge=0, description="of scales exp(spread Z_k), Z_k ~ N(0, 1)")
 
     @field_validator("response", mode="before")

@@ -43,10 +43,12 @@ class FedAdam(Adaptive):
         return self.beta2 * nu + (1 - self.beta2) * square
 
 
-class Yogi(FedAdam):
+class Yogi(Adaptive):
     """FedYogi: nu = nu - (1 - beta2) u^2 sign(nu - u^2) (Reddi et al. 2021, Alg. 2)."""
 
+    examples = FedAdam.examples
     kind: str = "yogi"
+    beta2: float = Field(default=0.99, ge=0, lt=1, description="share of nu that is kept")
 
     def second_moment(self, nu: np.ndarray, square: np.ndarray) -> np.ndarray:
         return nu - (1 - self.beta2) * square * np.sign(nu - square)

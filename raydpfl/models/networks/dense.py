@@ -16,7 +16,7 @@ class Softmax(Model):
     kind: str = "softmax"
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
-        return dense([], [prod(shape)], nn.Identity, outputs)
+        return nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), outputs))
 
 
 class LinearModel(Model):

@@ -102,7 +102,7 @@ class Transformer(TokenModel):
         {"width": 8, "heads": 2, "layers": 1, "lora": {"rank": 2, "targets": ["into", "down"]}},
     )
     newer: ClassVar[frozenset[str]] = TokenModel.newer | {"inner"}
-    width: int = Field(default=64, ge=1, description="numbers of a position")
+    width: int = Field(default=64, ge=1, description="length of a position's vector")
     heads: int = Field(default=4, ge=1, description="of attention, which divide width")
     layers: int = Field(default=2, ge=1, description="blocks")
     inner: int | None = Field(

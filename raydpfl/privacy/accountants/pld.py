@@ -65,7 +65,7 @@ class Pld(Accountant):
         return spent
 
     def _composed(self, event: Event, delta: float, times: np.ndarray, part: int) -> np.ndarray:
-        """Epsilon of so many events, int64 [n], rising, or of a `part` of the first."""
+        """Epsilon of so many events, int64 [n], never falling, or of a `part` of the first."""
         first, last = (int(count) * event.gaussians for count in (times[0], times[-1]))
         losses = _losses(event, last, part, delta)
         composed = np.max([loss.epsilons(delta, first, last) for loss in losses], axis=0)

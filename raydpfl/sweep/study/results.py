@@ -37,8 +37,9 @@ STATES = ("completed", "budget", "stopped", "failed", "running", "waiting")
 
 def final(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
     """A row per final run and cell, in the order of the cells and seeds."""
-    settings = [(cell, cell.final) for cell in progress if cell.final]
-    return _table(study, [_final_row(cell, one, t) for cell, one in settings for t in one.trials])
+    cells = [(cell, cell.final) for cell in progress if cell.final]
+    rows = [_final_row(cell, setting, trial) for cell, setting in cells for trial in setting.trials]
+    return _table(study, rows)
 
 
 def resampled(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
