@@ -58,16 +58,19 @@ def preview(
         root: Where data sets lie.
 
     Raises:
-        ConfigError: For what is no experiment, sweep or study.
+        ConfigError: For what is no experiment, sweep or study, and for a `root` that nothing reads.
     """
     imports = None if timed else ()
     path = _path(asked)
     given = read(path) if path else {}
-    if path is None or (isinstance(given, Mapping) and "study" in given):
-        return _study(asked, overrides, imports, timed, root)
-    tree = overridden(given, overrides)
-    if "sweep" in tree or find(tree):
+    is_study = path is None or (isinstance(given, Mapping) and "study" in given)
+    tree = {} if is_study else overridden(given, overrides)
+    if tree and ("sweep" in tree or find(tree)):
         return _sweep(tree, imports, timed, root)
+    if root and not timed:
+        raise ConfigError("--data-root", str(root), "none without --timed, but for a sweep")
+    if is_study:
+        return _study(asked, overrides, imports, timed, root)
     experiment = Experiment.from_dict(tree, imports=imports)
     remarks = _unread([experiment])
     if timed:
