@@ -43,7 +43,8 @@ from raydpfl.sweep.trials import FINISHED, Trial, resolved
 
 RETRIES = 2  # of a trial whose process died; it continues from its checkpoint
 LOOK = 0.5  # seconds between two looks at the trials and the cluster
-SAVE = 5.0  # seconds between two writings of the results so far
+SAVE = 5.0  # seconds between two writings of the results so far, at least
+SAVE_SHARE = 0.05  # of the time that passes, which these writings may take
 # seconds that a cluster may be too small for every waiting trial, before all is given up
 LOST = 60.0
 SETTINGS = {
@@ -172,7 +173,8 @@ class Watch(tune.Callback):
             if trial.before and trial.summary:
                 self._timeouts.add(trial.experiment, trial.summary["seconds"])
         self._changed = False
-        self._looked = self._saved = self._fitted = time.monotonic()
+        self._looked = self._fitted = time.monotonic()
+        self._next_save = self._looked + SAVE
         self._tunes: dict[Trial, Any] = {}  # Ray Tune's own trial
         self._killed: dict[Trial, str] = {}  # why
         self.processes: set[tuple[str, int]] = set()
@@ -242,12 +244,13 @@ class Watch(tune.Callback):
                 ray.kill(actor)
         if self._changed:
             self._changed = False
-            saves = now - self._saved > SAVE
             for runner in self._runners:
                 runner.on_change(runner)
-                if saves:
+            if now >= self._next_save:
+                for runner in self._runners:
                     runner.save()
-            self._saved = now if saves else self._saved
+                took = time.monotonic() - now
+                self._next_save = now + max(SAVE, took / SAVE_SHARE)
 
     def _check_cluster(self, trials: list, now: float) -> None:
         """Raises `RunError` where the cluster was too small for any trial for `LOST` seconds."""
