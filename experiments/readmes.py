@@ -219,7 +219,7 @@ def _state(name: str, label: str) -> str:
 @functools.cache
 def _labels(folder: Path) -> set[str | None]:
     """All labels of the cells of a study that lies here."""
-    return {text for cell in Study.stored(folder).cells for text in cell.labels.values()}
+    return {text for cell in Study.from_directory(folder).cells for text in cell.labels.values()}
 
 
 def overview() -> str:

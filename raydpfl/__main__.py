@@ -7,7 +7,7 @@ from raydpfl.core import signals
 
 def main() -> None:
     """As `raydpfl.cli.app.main`, with Ctrl-C taken while that is imported too."""
-    with signals.handled():
+    with signals.handle_signals():
         try:
             from raydpfl.cli import app
 

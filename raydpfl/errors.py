@@ -14,14 +14,14 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 
 # What user-defined code may raise by mistake: sys.exit() in a module must not end a run.
-RAISED = (Exception, SystemExit)
+USER_EXCEPTIONS = (Exception, SystemExit)
 # Where code is installed, whose frames are not the user's.
-_INSTALLED = (
+_INSTALL_PATHS = (
     str(Path(__file__).parent),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )
 
-_THEIRS: set[str] = set()  # the files of user-defined modules, as registered by `know`
+_USER_FILES: set[str] = set()  # of user-defined modules (`register_user_module`)
 
 
 class ConfigError(ValueError):
@@ -38,18 +38,18 @@ class ConfigError(ValueError):
         self.value = value
         self.expected = expected
         try:
-            shown = repr(value)
+            value_text = repr(value)
         except Exception:  # more digits than Python prints, or values nested too deeply
-            shown = f"<{type(value).__name__} that cannot be shown>"
-        shown = shown if len(shown) <= 120 else shown[:117] + "..."
-        super().__init__(f"{field} = {shown}: expected {' '.join(expected.split())}")
+            value_text = f"<{type(value).__name__} that cannot be shown>"
+        value_text = value_text if len(value_text) <= 120 else value_text[:117] + "..."
+        super().__init__(f"{field} = {value_text}: expected {' '.join(expected.split())}")
 
     def __reduce__(self):
         return ConfigError, (self.field, self.value, self.expected)
 
 
 @contextmanager
-def renamed(name: Callable[[str], str]) -> Iterator[None]:
+def rename_fields(name: Callable[[str], str]) -> Iterator[None]:
     """Raises a `ConfigError` from within with `name(field)` for its field: for callers that know
     where the value of a parameter came from.
     """
@@ -67,28 +67,28 @@ class FileError(RunError):
     """A file of a run cannot be read or written; once it can, the run continues with `--resume`."""
 
 
-def exited(error: SystemExit) -> str:
+def exit_message(error: SystemExit) -> str:
     """Where user-defined code called sys.exit, in words."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"called sys.exit({error.code!r}) ({place.filename}, line {place.lineno})"
 
 
 @contextmanager
-def contained(where: str = "") -> Iterator[None]:
+def wrap_user_errors(run_part: str = "") -> Iterator[None]:
     """Turns what user-defined code raises within, SystemExit too, into a `RunError` that shows its
-    frames first (`traceback_text`); `where` is the part of a run, in words. Errors of memory pass
-    unchanged, and those of files that no user-defined module has raised (`is_theirs`).
+    frames first (`traceback_text`); `run_part` is the part of a run, in words. Errors of memory
+    pass unchanged, and those of files that no user-defined module has raised (`is_user_error`).
     """
     try:
         yield
     except SystemExit as error:
-        raise RunError(f"code that the config names {exited(error)}") from None
+        raise RunError(f"code that the config names {exit_message(error)}") from None
     except (ConfigError, RunError, MemoryError):
         raise
     except Exception as error:
-        if not (is_theirs(error) if isinstance(error, OSError) else frames_of_user(error)):
+        if not (is_user_error(error) if isinstance(error, OSError) else frames_of_user(error)):
             raise
-        raise RunError(traceback_text(error, where)) from error
+        raise RunError(traceback_text(error, run_part)) from error
 
 
 class DeviceError(RunError):
@@ -110,8 +110,8 @@ class ClientError(RunError):
     def __init__(self, client: int, detail: str):
         self.client = client
         self.detail = detail
-        named = f"client {client} " in detail
-        super().__init__(detail if named else f"client {client}: {detail}")
+        names_client = f"client {client} " in detail
+        super().__init__(detail if names_client else f"client {client}: {detail}")
 
     def __reduce__(self):
         return ClientError, (self.client, self.detail)
@@ -121,81 +121,81 @@ class BudgetError(RunError):
     """The next round would exceed the privacy budget, or a client's guarantee does not hold."""
 
 
-ALL = "\nall frames:\n"  # in what `traceback_text` says, before them
-MORE = "all frames: the same with --debug"
+FRAMES_HEADING = "\nall frames:\n"  # in what `traceback_text` says, before them
+DEBUG_HINT = "all frames: the same with --debug"
 
 
-def _ours(file: str) -> bool:
-    return file.startswith(_INSTALLED[0])
+def _is_package_file(file: str) -> bool:
+    return file.startswith(_INSTALL_PATHS[0])
 
 
 def frames_of_user(error: BaseException) -> list[tuple[traceback.FrameSummary, str]]:
     """The frames of user-defined code that this package has called, through which an exception was
     raised, each with the name of its function (`Mine.factor`), the outermost first.
     """
-    frames = traceback.walk_tb(error.__traceback__)
-    walked = list(dropwhile(lambda frame: not _ours(frame[0].f_code.co_filename), frames))
-    names = [frame.f_code.co_qualname for frame, _ in walked]
-    named = zip(traceback.StackSummary.extract(iter(walked)), names, strict=True)
-    return [pair for pair in named if not pair[0].filename.startswith((*_INSTALLED, "<"))]
+    walk = traceback.walk_tb(error.__traceback__)
+    frames = list(dropwhile(lambda pair: not _is_package_file(pair[0].f_code.co_filename), walk))
+    names = [frame.f_code.co_qualname for frame, _ in frames]
+    pairs = zip(traceback.StackSummary.extract(iter(frames)), names, strict=True)
+    return [pair for pair in pairs if not pair[0].filename.startswith((*_INSTALL_PATHS, "<"))]
 
 
-def know(module: str) -> None:
+def register_user_module(module: str) -> None:
     """Registers a user-defined module, which a config names or has a class of."""
     file = getattr(sys.modules.get(module), "__file__", None)
-    if file and not file.startswith(_INSTALLED):
-        _THEIRS.add(file)
+    if file and not file.startswith(_INSTALL_PATHS):
+        _USER_FILES.add(file)
 
 
-def is_theirs(error: BaseException) -> bool:
-    """Whether an exception was raised in a user-defined module (`know`), or in what that called,
-    and not in this package.
+def is_user_error(error: BaseException) -> bool:
+    """Whether an exception was raised in a user-defined module (`register_user_module`), or in what
+    that called, and not in this package.
     """
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    within = takewhile(lambda file: not _ours(file), reversed(files))
-    return not _THEIRS.isdisjoint(within)
+    innermost_files = takewhile(lambda file: not _is_package_file(file), reversed(files))
+    return not _USER_FILES.isdisjoint(innermost_files)
 
 
-def traceback_text(error: BaseException, where: str = "") -> str:
+def traceback_text(error: BaseException, run_part: str = "") -> str:
     """An exception and where it was raised, in several lines: the place in user-defined code, what
-    was raised, the hook, then all frames; `where` is the part of a run, in words.
+    was raised, the hook, then all frames; `run_part` is the part of a run, in words.
     """
-    what = "".join(traceback.format_exception_only(error)).strip()
-    whole = "".join(traceback.format_exception(error)).rstrip()
-    theirs = frames_of_user(error)
-    if not theirs:
-        return f"{where} raised {what}{ALL}{whole}" if where else f"{what}{ALL}{whole}"
-    (last, _), *before = reversed(theirs)
-    lines = [f"{last.filename}:{last.lineno}: {what}", f"    {last.line}"]
-    for frame, name in before:
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    all_frames = FRAMES_HEADING + "".join(traceback.format_exception(error)).rstrip()
+    user_frames = frames_of_user(error)
+    if not user_frames:
+        return f"{run_part} raised {summary}{all_frames}" if run_part else f"{summary}{all_frames}"
+    (last_frame, _), *callers = reversed(user_frames)
+    lines = [f"{last_frame.filename}:{last_frame.lineno}: {summary}", f"    {last_frame.line}"]
+    for frame, name in callers:
         lines.append(f"  called by {frame.filename}:{frame.lineno}, in {name}")
         lines.append(f"    {frame.line}")
-    lines.append(f"in {theirs[0][1]}{f', {where}' if where else ''}")
-    return "\n".join(lines) + ALL + whole
+    lines.append(f"in {user_frames[0][1]}{f', {run_part}' if run_part else ''}")
+    return "\n".join(lines) + all_frames
 
 
-def brief(text: str) -> str:
+def brief_traceback(text: str) -> str:
     """What `traceback_text` said, without all frames."""
-    shown, more, _ = text.partition(ALL)
-    return f"{shown}\n{MORE}" if more else shown
+    short_text, heading, _ = text.partition(FRAMES_HEADING)
+    return f"{short_text}\n{DEBUG_HINT}" if heading else short_text
 
 
-def one_line(error: BaseException, most: int = 300) -> str:
+def one_line(error: BaseException, max_length: int = 300) -> str:
     """An exception in one line of at most so many characters."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:most]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:max_length]
 
 
-def message(error: BaseException, most: int = 300) -> str:
+def message(error: BaseException, max_length: int = 300) -> str:
     """What an exception says, as `one_line`; its type where it says nothing."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 
-def in_line(error: BaseException) -> str:
+def located_message(error: BaseException) -> str:
     """An exception, and where it was raised in user-defined code, in one line."""
-    what = one_line(error, 200)
-    theirs = frames_of_user(error)
-    if not theirs:
-        return what
-    last, _ = theirs[-1]
-    return f"{what}; {last.filename}, line {last.lineno}: {last.line}"
+    summary = one_line(error, 200)
+    user_frames = frames_of_user(error)
+    if not user_frames:
+        return summary
+    last_frame, _ = user_frames[-1]
+    return f"{summary}; {last_frame.filename}, line {last_frame.lineno}: {last_frame.line}"

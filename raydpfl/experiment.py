@@ -31,21 +31,28 @@ from raydpfl import data, models, tracking
 from raydpfl.config import user_classes
 from raydpfl.config.hints import suggestion
 from raydpfl.config.overrides import Schema, Spec, is_space
-from raydpfl.config.registry import Member, Section, importing, is_path, unread, within
+from raydpfl.config.registry import (
+    Member,
+    Section,
+    allow_imports,
+    is_path,
+    iter_members,
+    unimported_paths,
+)
 from raydpfl.config.setting import Setting
 from raydpfl.config.validation import validate
 from raydpfl.config.yaml import dump, read
 from raydpfl.data.features import Features
-from raydpfl.errors import RAISED, ConfigError, in_line, renamed
+from raydpfl.errors import USER_EXCEPTIONS, ConfigError, located_message, rename_fields
 from raydpfl.methods import bounding, local, noise, probes, selection, server, weights
 from raydpfl.methods.local import Local
 from raydpfl.methods.selection.first_responders import Response
 from raydpfl.models import metric_columns, metrics, tasks
-from raydpfl.models.metrics import Metric, with_defaults
+from raydpfl.models.metrics import Metric, add_defaults
 from raydpfl.models.metrics import parse as parse_metrics
 from raydpfl.privacy import Relation, Terms, budgets
-from raydpfl.privacy.accountants import resolved
-from raydpfl.sections import Client, Evaluate, Privacy, rule, whole
+from raydpfl.privacy.accountants import resolve_accountants
+from raydpfl.sections import Client, Evaluate, Privacy, normalize_integer, rule
 from raydpfl.training.backends import BACKENDS
 
 PERSONAL = (
@@ -80,9 +87,9 @@ _FIELDS = {
 }
 
 
-def as_fields() -> AbstractContextManager[None]:
+def report_config_fields() -> AbstractContextManager[None]:
     """Errors on parameters of `raydpfl.privacy` name the fields that their values come from."""
-    return renamed(lambda name: _FIELDS.get(name, name))
+    return rename_fields(lambda name: _FIELDS.get(name, name))
 
 
 class Experiment(Section):
@@ -90,7 +97,7 @@ class Experiment(Section):
     keys with their defaults.
     """
 
-    seed: Annotated[int, BeforeValidator(whole)] = Field(
+    seed: Annotated[int, BeforeValidator(normalize_integer)] = Field(
         default=0, ge=0, lt=1 << 64, description="of all that is drawn at random"
     )
     rounds: int = Field(default=100, ge=1, le=10**9, description="T")
@@ -138,33 +145,33 @@ class Experiment(Section):
             values: the tree.
             overrides: fields to change, each `section.key=value`, the value in YAML.
             imports: sections whose import paths are imported; None: all. Members of the others are
-                `unread`, and combinations with them are not checked.
+                placeholders (`unimported_kinds`), and combinations with them are not checked.
         """
-        with importing(imports):
+        with allow_imports(imports):
             tree = overridden(values, overrides)
-            _one_run(tree)
-            built = {
+            _check_single_run(tree)
+            members = {
                 name: SECTIONS[name].value(name, tree.get(name, SECTIONS[name].default))
                 if name in SECTIONS
                 else tree[name]
                 for name in cls.model_fields
                 if name in SECTIONS or name in tree
             }
-            experiment = validate(cls, "", built)
-        if experiment.unread.keys() - {"model", "server", "evaluate", "track"}:
+            experiment = validate(cls, "", members)
+        if experiment.unimported_kinds.keys() - {"model", "server", "evaluate", "track"}:
             return experiment
         per_sample = experiment.bounding.sample_bound is not None
-        noise = experiment.noise.placed(per_sample, experiment.selection.hides_size())
+        noise = experiment.noise.resolve_placement(per_sample, experiment.selection.hides_size())
         experiment = experiment.model_copy(update={"noise": noise})
         setting = experiment.setting()
-        for section, member in experiment._every_member():
-            _refusals(replace(setting, section=section), member)
+        for section, member in experiment._members():
+            _check_member(replace(setting, section=section), member)
         experiment.evaluate.check(setting, experiment.given, experiment.metrics)
         return experiment
 
     def setting(self) -> Setting:
         """The facts that cross its families, for the section `noise`."""
-        members = dict(self._every_member())
+        members = dict(self._members())
         rule = self.local.linear()
         stateful = [name for name in ("local", "bounding") if getattr(self, name).stateful]
         return Setting(
@@ -222,23 +229,23 @@ class Experiment(Section):
         """As `from_dict`, from a YAML file."""
         return cls.from_dict(read(path), overrides, imports)
 
-    def imported(self) -> Experiment:
+    def import_members(self) -> Experiment:
         """The same experiment, with all that the config names imported."""
-        return Experiment.from_dict(self.to_dict()) if self.unread else self
+        return Experiment.from_dict(self.to_dict()) if self.unimported_kinds else self
 
     @property
-    def unread(self) -> dict[str, str]:
+    def unimported_kinds(self) -> dict[str, str]:
         """The import path by section, of members whose classes were not imported."""
         kinds: dict[str, str] = {}
-        for section, member in self._every_member():
-            if member.unread():
+        for section, member in self._members():
+            if member.is_placeholder():
                 kinds.setdefault(section.partition(".")[0], member.kind)
         return kinds
 
     def code(self, sections: Iterable[str] | None = None) -> list[str]:
         """The import paths in these sections (None: all) that were not imported."""
         names = type(self).model_fields if sections is None else sections
-        paths = [path for name in names for path in unread(getattr(self, name))]
+        paths = [path for name in names for path in unimported_paths(getattr(self, name))]
         accountants = [accountant for accountant in self.privacy.accountants if ":" in accountant]
         return paths + (accountants if "privacy" in names else [])
 
@@ -247,31 +254,31 @@ class Experiment(Section):
         user-defined members (and `model.args`) that are names of files.
         """
         files = set()
-        for section, member in self._every_member():
-            named = {f"{section}.{field}": name for field, name in member.files().items()}
+        for section, member in self._members():
+            file_names = {f"{section}.{field}": name for field, name in member.files().items()}
             if is_path(member.kind):
-                named = {**dict(_paths(section, member.model_dump(mode="json"))), **named}
-            files |= set(named.items())
+                file_names = {**dict(_paths(section, member.model_dump(mode="json"))), **file_names}
+            files |= set(file_names.items())
         return files
 
-    def complete(self) -> None:
+    def check_user_methods(self) -> None:
         """Raises `ConfigError` for a user-defined member that lacks a method of its family."""
-        for section, member in self._every_member():
+        for section, member in self._members():
             if is_path(member.kind):
-                user_classes.complete(type(member), section, member.kind)
+                user_classes.check_required_methods(type(member), section, member.kind)
 
     def accounted_with(self) -> set[str]:
         """The other sections on which what a member spends depends."""
-        return {name for _, member in self._every_member() for name in member.accounted_with}
+        return {name for _, member in self._members() for name in member.accounted_with}
 
     def warnings(self) -> list[str]:
         """What readers of the results should know, in words (`Member.warnings`)."""
         setting = self.setting()
-        return [text for _, member in self._every_member() for text in member.warnings(setting)]
+        return [text for _, member in self._members() for text in member.warnings(setting)]
 
-    def _every_member(self) -> Iterator[tuple[str, Member]]:
+    def _members(self) -> Iterator[tuple[str, Member]]:
         for name in type(self).model_fields:
-            yield from within(getattr(self, name), name)
+            yield from iter_members(getattr(self, name), name)
 
     def to_dict(self) -> dict[str, Any]:
         """The complete tree, defaults included, in plain YAML types."""
@@ -297,10 +304,10 @@ class Experiment(Section):
         metrics = self.evaluate.metrics
         if metrics == "auto":
             metrics = parse_metrics(self.data.task.scores())
-        return with_defaults(metrics)
+        return add_defaults(metrics)
 
     @property
-    def clients_are_units(self) -> bool:
+    def is_chunk_invariant(self) -> bool:
         """Whether all that a client trains, its personal model included, has the same bits in any
         chunk.
         """
@@ -311,7 +318,7 @@ class Experiment(Section):
         """The columns of the rounds table for evaluations; those of the test set in any case."""
         columns = metric_columns.columns(self.metrics, bool(self.evaluate.validation))
         metric = self.evaluate.per_client
-        return columns if metric is None else (*columns, *metric_columns.of_clients(metric))
+        return columns if metric is None else (*columns, *metric_columns.client_statistics(metric))
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -321,19 +328,19 @@ class Experiment(Section):
             metric_columns.VALIDATION: True,
             metric_columns.CLIENT: True,
         }
-        return tuple(name for name in self.scores if sets[metric_columns.set_of(name)])
+        return tuple(name for name in self.scores if sets[metric_columns.score_set(name)])
 
     @property
     def accountants(self) -> tuple[str, ...]:
         """Those that are asked for, `paper` resolved to the formulas for clients or samples."""
-        at_steps = self.noise.drawn_by() == "step"
-        return resolved(self.privacy.accountants, "sample" if at_steps else "client")
+        is_per_step = self.noise.drawn_by() == "step"
+        return resolve_accountants(self.privacy.accountants, "sample" if is_per_step else "client")
 
     @property
     def terms(self) -> Terms:
         """What guarantees are given at: relation, delta, and the constant of papers' formulas."""
-        natural: Relation = "add_remove" if self.selection.hides_size() else "replace_one"
-        return self.noise.terms(self.privacy.relation, natural)
+        default_relation: Relation = "add_remove" if self.selection.hides_size() else "replace_one"
+        return self.noise.terms(self.privacy.relation, default_relation)
 
     @property
     def relation(self) -> Relation:
@@ -355,7 +362,7 @@ SECTIONS = Schema(
             models.FAMILY,
             {"kind": "softmax"},
             parse=models.parse,
-            foreign=models.Module,
+            foreign_base=models.Module,
         ),
         "data.sizes": Spec(data.Sizes, data.SIZES),
         "data.partition": Spec(data.Partition, data.PARTITIONS),
@@ -364,11 +371,11 @@ SECTIONS = Schema(
         "selection.response": Spec(Response, selection.RESPONSES),
         "noise.epsilon": Spec(budgets.BudgetDistribution, budgets.FAMILY),
         "privacy.individual": Spec(budgets.BudgetDistribution, budgets.FAMILY),
-        "personal": Spec(Local, local.FAMILY, usual="sgd", parse=partial(rule, "personal")),
+        "personal": Spec(Local, local.FAMILY, default_kind="sgd", parse=partial(rule, "personal")),
         "measure": Spec(probes.Probe, probes.FAMILY, (), parse=probes.parse),
         "track": Spec(tracking.Tracker, tracking.FAMILY, tracking.DEFAULT, parse=tracking.parse),
         "evaluate.metrics": Spec(Metric, metrics.FAMILY),
-        "evaluate.fine_tune": Spec(Local, local.FAMILY, usual="sgd"),
+        "evaluate.fine_tune": Spec(Local, local.FAMILY, default_kind="sgd"),
         "privacy": Spec(Privacy, default={}),
         "client": Spec(Client, default={}),
         "evaluate": Spec(Evaluate, default={}),
@@ -379,17 +386,17 @@ DEFAULTS = SECTIONS.defaults
 overridden = SECTIONS.overridden
 
 
-def _one_run(tree: Mapping[str, Any]) -> None:
+def _check_single_run(tree: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for what is no section, and for a sweep, which is not one run."""
     sweeps = "raydpfl sweep runs a config with search spaces"
     for key, use in (("study", "raydpfl reproduce runs a study"), ("sweep", sweeps)):
         if key in tree:
             raise ConfigError(key, tree[key], f"none in the config of one run; {use}")
-    unknown = [key for key in tree if key not in Experiment.model_fields]
-    if unknown:
+    unknown_keys = [key for key in tree if key not in Experiment.model_fields]
+    if unknown_keys:
         expected = f"one of the sections {', '.join(Experiment.model_fields)}"
-        near = suggestion(unknown[0], Experiment.model_fields)
-        raise ConfigError(unknown[0], tree[unknown[0]], f"{expected}{near}")
+        hint = suggestion(unknown_keys[0], Experiment.model_fields)
+        raise ConfigError(unknown_keys[0], tree[unknown_keys[0]], f"{expected}{hint}")
     nodes = [(key, value) for key, value in tree.items() if isinstance(value, Mapping)]
     for path, node in nodes:
         if is_space(node):
@@ -412,7 +419,7 @@ def _paths(key: str, value: Any) -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-def _refusals(setting: Setting, member: Member) -> None:
+def _check_member(setting: Setting, member: Member) -> None:
     """Calls every `check` of a member's classes, its base first. Raises `ConfigError`, also for a
     user-defined `check` that raises anything else.
     """
@@ -424,8 +431,9 @@ def _refusals(setting: Setting, member: Member) -> None:
             check(member, setting)
         except ConfigError:
             raise
-        except RAISED as error:
+        except USER_EXCEPTIONS as error:
             if not user_classes.is_user_defined(cls):
                 raise
-            expected = f"a class whose check raises nothing but ConfigError ({in_line(error)})"
+            reason = located_message(error)
+            expected = f"a class whose check raises nothing but ConfigError ({reason})"
             raise ConfigError(f"{setting.section}.kind", member.kind, expected) from None

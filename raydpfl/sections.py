@@ -12,10 +12,10 @@ from pydantic import (
     field_validator,
 )
 
-from raydpfl.config.registry import Section, choose, imports
+from raydpfl.config.registry import Section, choose, is_import_allowed
 from raydpfl.config.setting import Setting
 from raydpfl.core.hardware import Precision
-from raydpfl.errors import ConfigError, renamed
+from raydpfl.errors import ConfigError, rename_fields
 from raydpfl.methods import local
 from raydpfl.methods.local import Local
 from raydpfl.models import metric_columns
@@ -23,38 +23,38 @@ from raydpfl.models.client_histogram import Histogram
 from raydpfl.models.metrics import Metric
 from raydpfl.models.metrics import parse as parse_metrics
 from raydpfl.privacy import Survey
-from raydpfl.privacy.accountants import ASKED, named
+from raydpfl.privacy.accountants import ACCOUNTANT_NAMES, accountant_of
 from raydpfl.privacy.budgets import BudgetDistribution
 from raydpfl.privacy.budgets import parse as parse_budgets
 
 
-def whole(value: Any) -> Any:
+def normalize_integer(value: Any) -> Any:
     """A float without a fraction as the int that it is."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def asked_for(value: Any) -> str:
+def parse_accountant(value: Any) -> str:
     """The name of an accountant, or the import path of a user-defined one, which is imported where
     that is allowed. Raises `ValueError`.
     """
-    if isinstance(value, str) and (value in ASKED or ":" in value):
-        if value not in ASKED and imports("privacy"):
-            with renamed(lambda _: "privacy.accountants"):
-                named(value)
+    if isinstance(value, str) and (value in ACCOUNTANT_NAMES or ":" in value):
+        if value not in ACCOUNTANT_NAMES and is_import_allowed("privacy"):
+            with rename_fields(lambda _: "privacy.accountants"):
+                accountant_of(value)
         return value
-    *most, last = map(repr, ASKED)
-    names = f"{', '.join(most)} or {last}"
+    *leading_names, last_name = map(repr, ACCOUNTANT_NAMES)
+    names = f"{', '.join(leading_names)} or {last_name}"
     raise ValueError(f"{names}; or the import path of your own (package.module:Name)")
 
 
-Asked = Annotated[str, PlainValidator(asked_for, json_schema_input_type=str)]
-Whole = Annotated[StrictInt, BeforeValidator(whole)]
+AccountantName = Annotated[str, PlainValidator(parse_accountant, json_schema_input_type=str)]
+WholeNumber = Annotated[StrictInt, BeforeValidator(normalize_integer)]
 
 
 class Privacy(Section):
     """Who accounts, under which neighbouring relation, and how much may be spent."""
 
-    accountants: tuple[Asked, ...] = Field(
+    accountants: tuple[AccountantName, ...] = Field(
         default=("pld", "rdp", "paper"), description="the first rigorous one calibrates the noise"
     )
     relation: Literal["auto", "replace_one", "add_remove", "zero_out"] = Field(
@@ -80,17 +80,17 @@ class Privacy(Section):
     @field_validator("individual", mode="before")
     @classmethod
     def _distribution(cls, value: Any) -> Any:
-        with renamed(lambda name: name.replace("noise.epsilon", "privacy.individual")):
+        with rename_fields(lambda name: name.replace("noise.epsilon", "privacy.individual")):
             return parse_budgets(value) if isinstance(value, Mapping) else value
 
     @field_validator("accountants", mode="before")
     @classmethod
-    def _one(cls, value: Any) -> Any:
+    def _wrap_name(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
     @field_validator("accountants", mode="after")
     @classmethod
-    def _once_each(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_unique(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(value)) < len(value):
             raise ValueError("each accountant once")
         return value
@@ -99,7 +99,7 @@ class Privacy(Section):
 class Client(Section):
     """How clients become actors, and how they train."""
 
-    actors: Whole | Literal["auto", "per-client"] = Field(
+    actors: WholeNumber | Literal["auto", "per-client"] = Field(
         default="auto",
         description="auto: this process, or one actor for each core, chosen before the first round",
     )
@@ -119,7 +119,7 @@ class Client(Section):
             "what the products of training are taken in; parameters, losses and updates are float32"
         ),
     )
-    chunk: Whole | Literal["auto"] = Field(
+    chunk: WholeNumber | Literal["auto"] = Field(
         default="auto",
         description=(
             "clients trained at once, at most; bits depend on it. auto: some of a cohort for each "
@@ -154,17 +154,17 @@ class Client(Section):
 
     @field_validator("precision", mode="after")
     @classmethod
-    def _of_gpus(cls, value: Precision, info: Any) -> Precision:
+    def _check_precision(cls, value: Precision, info: Any) -> Precision:
         if value == "tf32" and not info.data.get("num_gpus"):
             raise ValueError("float32 or bfloat16 without a GPU (client.num_gpus is 0)")
         return value
 
     @field_validator("actors", "chunk", mode="after")
     @classmethod
-    def _counts(cls, value: int | str, info: Any) -> int | str:
-        least = 0 if info.field_name == "actors" else 1
-        if isinstance(value, int) and value < least:
-            raise ValueError(f"a number of at least {least}")
+    def _check_counts(cls, value: int | str, info: Any) -> int | str:
+        minimum = 0 if info.field_name == "actors" else 1
+        if isinstance(value, int) and value < minimum:
+            raise ValueError(f"a number of at least {minimum}")
         return value
 
 
@@ -186,10 +186,10 @@ class EarlyStopping(Section):
         """Raises `ConfigError` for a score that is not among those that evaluations on rows held
         out of training give, or that has no better direction; `metrics` score the model.
         """
-        names = [name for name in scores if metric_columns.set_of(name) != metric_columns.TEST]
+        names = [name for name in scores if metric_columns.score_set(name) != metric_columns.TEST]
         if self.metric not in names:
-            held = ", ".join(names) or "evaluate.validation holds out no rows: give it a share"
-            expected = f"a score of rows held out of training ({held})"
+            text = ", ".join(names) or "evaluate.validation holds out no rows: give it a share"
+            expected = f"a score of rows held out of training ({text})"
             raise ConfigError("evaluate.stop.metric", self.metric, expected)
         if not self.sign(metrics):
             expected = f"min or max: nobody knows of {self.metric} whether more of it is better"

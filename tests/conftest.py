@@ -89,7 +89,7 @@ def local_steps(*, samples: int, batch: int, steps: int, bound: float, std: floa
 
 def batches(shards, name, size=100):
     """The `test` or `validation` rows of opened data for training, `size` at a time: x and y."""
-    return itertools.starmap(shards.decoded, shards.stored_batches(name, size))
+    return itertools.starmap(shards.decode, shards.stored_batches(name, size))
 
 
 def form(shape, classes=10, task="classification", targets=(), tokens=0):
@@ -196,7 +196,9 @@ def cache(tmp_path, monkeypatch):
 def undisturbed(monkeypatch):
     """Client actors of other tests' runs take no core from this test's."""
     if "raydpfl.runtime.launcher" in sys.modules:
-        monkeypatch.setattr(sys.modules["raydpfl.runtime.launcher"], "at_work", lambda: 0)
+        monkeypatch.setattr(
+            sys.modules["raydpfl.runtime.launcher"], "count_client_actors", lambda: 0
+        )
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raydpfl.simulation.provenance import COMPILED
+from raydpfl.simulation.provenance import COMPILED_DIGEST
 from raydpfl.sweep.study import builtin
 
 ROOT = Path(__file__).parent.parent / "experiments"
@@ -23,8 +23,9 @@ def test_every_committed_table_was_computed_by_the_noise_of_now():
             r"Computed by raydpfl [^ ]+ at commit (\w+), compiled code (\w+),", path.read_text()
         )
         assert by, f"{path.relative_to(ROOT)} does not say what it was computed by"
-        assert by[2] == COMPILED, (
-            f"{path.relative_to(ROOT)} was computed by compiled code {by[2]}, now {COMPILED}: "
+        assert by[2] == COMPILED_DIGEST, (
+            f"{path.relative_to(ROOT)} was computed by compiled code {by[2]}, now "
+            f"{COMPILED_DIGEST}: "
             f"run the study again"
         )
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from raydpfl import models, run
-from raydpfl.check.runs import carried_out
+from raydpfl.check.runs import run_plan
 from raydpfl.core import device
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Shards
@@ -32,7 +32,7 @@ from raydpfl.errors import ClientError, ConfigError, DeviceError, DeviceLost, Ru
 from raydpfl.methods.bounding import FAMILY
 from raydpfl.methods.local import Sgd
 from raydpfl.runtime import launcher
-from raydpfl.runtime.worker import Started, ready
+from raydpfl.runtime.worker import Started, start_worker
 from raydpfl.sections import Client
 from raydpfl.simulation.client import actor, contribution
 from raydpfl.simulation.client.actor import ClientActor
@@ -59,7 +59,7 @@ def gpu(monkeypatch):
     """The counts of a fake GPU that is there throughout the test."""
     if SEEN:
         pytest.skip("pretends a GPU where there is none")
-    with device.restored(), fake_gpu(monkeypatch) as counts:
+    with device.preserve_settings(), fake_gpu(monkeypatch) as counts:
         yield counts
 
 
@@ -71,7 +71,7 @@ def on_gpu(**changes) -> Plan:
 
 def numbers_of(plan: Plan, out: Path, actors: int | None = None) -> np.ndarray:
     """The sum of every round of a run, and its last model."""
-    done = carried_out(plan, out, actors)
+    done = run_plan(plan, out, actors)
     return np.concatenate([*done.totals, done.parameters()])
 
 
@@ -136,7 +136,7 @@ def check_path(method: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(device, "GROUP", 1 << 18)
     plan = on_gpu(**METHODS[method])
     expected = on_cpu(plan, tmp_path / "cpu")
-    with device.restored(), fake_gpu(monkeypatch) as counts:
+    with device.preserve_settings(), fake_gpu(monkeypatch) as counts:
         found = numbers_of(plan, tmp_path / "gpu")
     assert np.array_equal(found, expected)
     clients = trained(tmp_path / "gpu")
@@ -165,7 +165,7 @@ def test_a_chunk_waits_for_the_gpu_as_often_as_it_would_for_one_client(tmp_path,
     the model and an evaluation take is not counted by clients either.
     """
     plan = on_gpu(client={"chunk": 20}, evaluate={"every": 9})
-    with device.restored(), fake_gpu(monkeypatch) as counts:
+    with device.preserve_settings(), fake_gpu(monkeypatch) as counts:
         numbers_of(plan, tmp_path)
     rounds = plan.experiment.rounds
     assert trained(tmp_path) == 20 * rounds
@@ -233,7 +233,7 @@ def chunk_of(name: str, clip: float | None, there: str) -> np.ndarray:
     trainer = Trainer(module, rule, backend=backend, seed=0, device=there, clip=clip, task=of.task)
     drawn = stream(0, Purpose.DATA)
     x = of.inputs(12, drawn).view(2, 6, *of.shape)
-    y = of.task.made_up(drawn, 12, of.outputs).view(2, 6)
+    y = of.task.random_targets(drawn, 12, of.outputs).view(2, 6)
     sizes = {"t": 0, "clients": [0, 1], "draws": [0, 0]}
     blocks = trainer.chunk(models.trained(module), x, y, [6, 5], **sizes)
     return torch.cat([block.updates.cpu() for block in blocks]).numpy()
@@ -248,7 +248,7 @@ def apart(found: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize(("name", "clip"), EVERY_MODEL)
 def test_every_model_trains_on_a_gpu_by_what_is_deterministic_there(name, clip, monkeypatch):
     expected = chunk_of(name, clip, "cpu")
-    with device.restored(), fake_gpu(monkeypatch):
+    with device.preserve_settings(), fake_gpu(monkeypatch):
         device.settle(torch.device("cuda"), 1.0)
         found = chunk_of(name, clip, "cuda")
     assert apart(found, expected) <= 1e-6
@@ -317,7 +317,7 @@ class Attentive(nn.Module):
 def test_a_chunk_goes_back_through_attention_at_once(clip, tmp_path, monkeypatch):
     sections = {"model": {"kind": f"{__name__}:Attentive"}, "rounds": 2, "bounding": clip}
     plan = on_gpu(**sections, noise={"kind": "none"}, client={"backend": "vmap"})
-    with device.restored(), fake_gpu(monkeypatch):
+    with device.preserve_settings(), fake_gpu(monkeypatch):
         found = numbers_of(plan, tmp_path / "gpu")
     assert torch.backends.cuda.mem_efficient_sdp_enabled()
     with monkeypatch.context() as patch:
@@ -325,7 +325,7 @@ def test_a_chunk_goes_back_through_attention_at_once(clip, tmp_path, monkeypatch
         expected = on_cpu(plan, tmp_path / "cpu")
         assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
         refused = pytest.raises(ConfigError, match="OneByOne")
-        with device.restored(), fake_gpu(patch), refused:
+        with device.preserve_settings(), fake_gpu(patch), refused:
             ClientActor(plan.experiment, str(plan.shards))
 
 
@@ -343,12 +343,12 @@ def test_a_chunk_goes_back_through_attention_at_once(clip, tmp_path, monkeypatch
 )
 def test_a_lack_of_memory_is_known_by_what_the_libraries_say(said, told):
     with pytest.raises(DeviceError, match=told):
-        device.blame(torch.device("cuda"), RuntimeError(said))
+        device.raise_device_error(torch.device("cuda"), RuntimeError(said))
 
 
 def test_on_the_cpu_a_lack_of_memory_is_what_it_was_and_a_clients_error_is_the_clients(gpu):
-    device.blame(device.CPU, torch.OutOfMemoryError("CUDA out of memory"))
-    device.blame(torch.device("cuda"), ValueError("of a module"))
+    device.raise_device_error(device.CPU, torch.OutOfMemoryError("CUDA out of memory"))
+    device.raise_device_error(torch.device("cuda"), ValueError("of a module"))
 
 
 def small_memory(monkeypatch, most: int) -> list[int]:
@@ -380,7 +380,7 @@ def test_where_memory_is_short_half_a_chunk_trains_at_once_and_no_client_is_blam
 ):
     plan = on_gpu(client={"backend": backend, "on_error": "drop"})
     expected = on_cpu(plan, tmp_path / "cpu")
-    with device.restored(), fake_gpu(monkeypatch):
+    with device.preserve_settings(), fake_gpu(monkeypatch):
         widths = small_memory(monkeypatch, 3)
         found = numbers_of(plan, tmp_path / "gpu")
     assert np.array_equal(found, expected)
@@ -414,7 +414,7 @@ def test_where_memory_is_short_for_what_is_sent_half_of_it_is_made_at_once(tmp_p
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return sent(self, updates, view)
 
-    with device.restored(), fake_gpu(monkeypatch):
+    with device.preserve_settings(), fake_gpu(monkeypatch):
         monkeypatch.setattr(FAMILY["clip"], "send", limited)
         found = numbers_of(plan, tmp_path / "gpu")
     assert np.array_equal(found, expected) and tried[:3] == [8, 4, 2]
@@ -429,7 +429,7 @@ def test_where_memory_is_short_for_what_is_sent_half_of_it_is_made_at_once(tmp_p
 def test_rows_that_a_gpu_cannot_keep_go_there_chunk_by_chunk(held, tmp_path, monkeypatch):
     plan = on_gpu(local={"steps": 2, "batch": 4}, client={"chunk": 20})
     expected = on_cpu(plan, tmp_path / "cpu")
-    with device.restored(), fake_gpu(monkeypatch):
+    with device.preserve_settings(), fake_gpu(monkeypatch):
         if not held:
             monkeypatch.setattr(device, "memory", lambda *_: 1000)
         found = numbers_of(plan, tmp_path / "gpu")
@@ -437,7 +437,7 @@ def test_rows_that_a_gpu_cannot_keep_go_there_chunk_by_chunk(held, tmp_path, mon
         rows = GpuRows(shards, shards.form(plan.experiment.data.task), device.chosen(1), 1)
         x, y, sizes = rows.chunk([3, -1, 5], 180, [np.array([2, 7]), None, None])
         read = rows.shards.chunk([3, -1, 5], 180, [np.array([2, 7]), None, None])
-        assert ("_stored" in vars(rows)) == held
+        assert ("_row_tensors" in vars(rows)) == held
         given = (x.cpu().numpy(), y.cpu().numpy(), sizes)
     assert np.array_equal(found, expected)
     assert all(np.array_equal(a, b) for a, b in zip(given, read, strict=True))
@@ -454,7 +454,7 @@ def test_noise_is_drawn_by_a_thread_while_a_chunk_trains(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Contribution, "noise", watched)
     plan = on_gpu()
-    with device.restored(), fake_gpu(monkeypatch):
+    with device.preserve_settings(), fake_gpu(monkeypatch):
         numbers_of(plan, tmp_path)
     assert threads == {False}
 
@@ -594,7 +594,7 @@ def test_without_a_gpu_an_actor_that_was_to_have_one_refuses(tmp_path):
         run(experiment(client={"actors": 0, "num_gpus": 1}), tmp_path)
     given = (pickle.dumps(plan.experiment), str(plan.shards), (), None)
     with pytest.raises(ConfigError, match=r"client.num_gpus = 1.0: expected 0; node .* has no GPU"):
-        ready(ClientActor(), *given)
+        start_worker(ClientActor(), *given)
 
 
 def test_settings_that_bits_need_are_made_and_undone(gpu, monkeypatch):
@@ -605,7 +605,7 @@ def test_settings_that_bits_need_are_made_and_undone(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", share)
     cudnn = torch.backends.cudnn
     cudnn.benchmark = True
-    with device.restored():
+    with device.preserve_settings():
         device.settle(device.chosen(0.25), 0.25)
         assert os.environ[device.WORKSPACE] == ":4096:8"
         assert torch.are_deterministic_algorithms_enabled() and cudnn.deterministic
@@ -713,9 +713,9 @@ def test_actors_with_different_gpus_are_refused():
 
     actors = object.__new__(ActorPool)
     actors._facts = {0: Started(1, "a", "", "", {"device": "NVIDIA H200"})}
-    actors._check_alike(Started(2, "b", "", "", {"device": "NVIDIA H200"}))
+    actors._check_same_gpu(Started(2, "b", "", "", {"device": "NVIDIA H200"}))
     with pytest.raises(RunError, match=r"node b has another GPU than node a .*NVIDIA A100"):
-        actors._check_alike(Started(2, "b", "", "", {"device": "NVIDIA A100"}))
+        actors._check_same_gpu(Started(2, "b", "", "", {"device": "NVIDIA A100"}))
 
 
 def test_the_cache_of_features_knows_the_gpu_that_made_them(monkeypatch):
@@ -766,7 +766,7 @@ def test_the_benchmark_runs_a_few_rounds_on_the_cpu():
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
 def test_a_gpu_gives_the_same_bits_twice_and_others_in_less_than_float32(precision, tmp_path):
     plan = on_gpu(model={"kind": "cnn"}, client={"precision": precision})
-    with device.restored():
+    with device.preserve_settings():
         found = numbers_of(plan, tmp_path / "a")
         assert np.array_equal(numbers_of(plan, tmp_path / "b"), found)
         exact = numbers_of(on_gpu(model={"kind": "cnn"}), tmp_path / "c")
@@ -779,7 +779,7 @@ def test_a_gpu_gives_the_same_bits_twice_and_others_in_less_than_float32(precisi
 def test_a_gpu_gives_the_model_of_the_cpu_to_rounding(method, tmp_path):
     plan = on_gpu(**METHODS[method])
     expected = on_cpu(plan, tmp_path / "cpu")
-    with device.restored():
+    with device.preserve_settings():
         found = numbers_of(plan, tmp_path / "gpu")
     assert np.linalg.norm(found - expected) <= 1e-3 * np.linalg.norm(expected)
 
@@ -788,7 +788,7 @@ def test_a_gpu_gives_the_model_of_the_cpu_to_rounding(method, tmp_path):
 @pytest.mark.parametrize("method", ["clip", "DPSCAFFOLD", "per-sample clipping, cnn", "cnn, loop"])
 def test_however_chunks_are_dealt_a_gpu_gives_the_same_bits(method, tmp_path):
     plan = on_gpu(**METHODS[method])
-    with device.restored():
+    with device.preserve_settings():
         inline = numbers_of(plan, tmp_path / "inline")
         for actors in (1, 3):
             assert np.array_equal(numbers_of(plan, tmp_path / str(actors), actors), inline)
@@ -798,7 +798,7 @@ def test_however_chunks_are_dealt_a_gpu_gives_the_same_bits(method, tmp_path):
 @pytest.mark.parametrize("model", ["softmax", "cnn"])
 def test_a_gpu_holds_the_bound_of_what_is_clipped(model, tmp_path):
     sent = {"kind": "clip", "bound": 0.01}
-    with device.restored():
+    with device.preserve_settings():
         measure = ["bounding", "clients"]
         asked = experiment(model={"kind": model}, bounding=sent, client=GPU, measure=measure)
         run(asked, tmp_path)
@@ -809,7 +809,7 @@ def test_a_gpu_holds_the_bound_of_what_is_clipped(model, tmp_path):
 @needs_gpu
 def test_a_gpu_without_memory_for_a_chunk_trains_its_halves(tmp_path, monkeypatch):
     plan = on_gpu(client={"backend": "fused", "on_error": "drop"})
-    with device.restored():
+    with device.preserve_settings():
         expected = numbers_of(plan, tmp_path / "whole")
         widths = small_memory(monkeypatch, 4)
         assert np.array_equal(numbers_of(plan, tmp_path / "halves"), expected)
@@ -819,7 +819,7 @@ def test_a_gpu_without_memory_for_a_chunk_trains_its_halves(tmp_path, monkeypatc
 @needs_gpu
 @pytest.mark.parametrize(("name", "clip"), EVERY_MODEL)
 def test_every_model_gives_a_gpu_the_same_bits_twice_and_those_of_the_cpu_to_rounding(name, clip):
-    with device.restored():
+    with device.preserve_settings():
         device.settle(torch.device("cuda"), 1.0)
         found = chunk_of(name, clip, "cuda")
         assert np.array_equal(chunk_of(name, clip, "cuda"), found)
@@ -830,7 +830,7 @@ def test_every_model_gives_a_gpu_the_same_bits_twice_and_those_of_the_cpu_to_rou
 def test_a_gpu_is_waited_for_as_the_fake_one_counts_it(tmp_path):
     """By what torch itself says of operations that wait, but for those that are asked to."""
     plan = on_gpu()
-    with device.restored(), warnings.catch_warnings(record=True) as seen:
+    with device.preserve_settings(), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -880,7 +880,7 @@ def test_actors_that_share_a_gpu_give_the_bits_of_one_process(tmp_path, shared_r
 
 @needs_gpu
 def test_a_gpu_that_is_really_full_says_so():
-    with device.restored(), pytest.raises(DeviceError, match=r"no memory left"):
+    with device.preserve_settings(), pytest.raises(DeviceError, match=r"no memory left"):
         device.settle(torch.device("cuda"), 0.05)
-        with device.blamed(torch.device("cuda")):
+        with device.device_errors(torch.device("cuda")):
             torch.empty(1 << 45, device="cuda")

@@ -293,7 +293,9 @@ def compared(options: argparse.Namespace, folder: Path, ours: float) -> Iterator
     """All that is measured beside the run; `ours`: the seconds of one of its rounds."""
     there = device.chosen(0 if options.cpu else 1)
     # as in a run
-    kept: AbstractContextManager[None] = nullcontext() if options.cpu else device.restored()
+    kept: AbstractContextManager[None] = (
+        nullcontext() if options.cpu else device.preserve_settings()
+    )
     with kept:
         device.settle(there, 1.0)
         highest = peaks(there)

@@ -15,9 +15,9 @@ against what was accounted for.
 ...     "noise": {"kind": "gaussian", "placement": "server", "epsilon": 4.0},
 ...     "privacy": {"accountants": ["pld"], "relation": "zero_out"},
 ... })
->>> done = audit(experiment, canaries=2000)
->>> (view,) = done.views
->>> done.runs, done.passed, 0.3 < view.lower / view.claimed.epsilon < 1
+>>> report = audit(experiment, canaries=2000)
+>>> (view,) = report.views
+>>> report.runs, report.passed, 0.3 < view.lower / view.claimed.epsilon < 1
 (4, True, True)
 
 A population smaller than the number of canaries is run several times, on the same data with other
@@ -100,21 +100,21 @@ class Audit:
             claim = view.claimed
             return f"epsilon {claim.epsilon:.4g} is claimed against an observer of {claim.observer}"
 
-        refuted = [view for view in self.views if view.refuted]
-        exceeded = [view for view in self.views if view.exceeded]
-        failed = [f"{check.name}: {check.finding}" for check in self.checks if not check.passed]
+        refutations = [view for view in self.views if view.refuted]
+        excesses = [view for view in self.views if view.exceeded]
+        failures = [f"{check.name}: {check.finding}" for check in self.checks if not check.passed]
         problems = []
-        if failed:
-            problems.append(f"what ran is not what was accounted for ({'; '.join(failed)})")
-        if refuted:
-            view = max(refuted, key=lambda view: view.proven / view.claimed.epsilon)
-            least = f"the canaries prove at least {view.lower:.4g}"
+        if failures:
+            problems.append(f"what ran is not what was accounted for ({'; '.join(failures)})")
+        if refutations:
+            view = max(refutations, key=lambda view: view.proven / view.claimed.epsilon)
+            proof = f"the canaries prove at least {view.lower:.4g}"
             if view.lower <= view.claimed.epsilon:
-                least = "the canaries refute its trade-off curve, and those for epsilon below "
-                least += f"{view.lower_of_curve:.4g}"
-            problems.append(f"the claim is false: {claimed(view)}, and {least}")
-        elif exceeded:
-            view = max(exceeded, key=lambda view: view.estimate.epsilon / view.claimed.epsilon)
+                proof = "the canaries refute its trade-off curve, and those for epsilon below "
+                proof += f"{view.lower_of_curve:.4g}"
+            problems.append(f"the claim is false: {claimed(view)}, and {proof}")
+        elif excesses:
+            view = max(excesses, key=lambda view: view.estimate.epsilon / view.claimed.epsilon)
             scores = f"the canaries' scores look like {view.estimate}"
             problems.append(f"the claim is in doubt: {claimed(view)}, and {scores}")
         unseen = f"Not looked at: {'; '.join(self.unseen)}."
@@ -122,9 +122,9 @@ class Audit:
             text = ", and ".join(problems)
             return f"{text[0].upper()}{text[1:]}. {unseen}"
         view = max(self.views, key=lambda view: view.lower / view.claimed.epsilon)
-        looked = ", ".join(check.name for check in self.checks)
+        names = ", ".join(check.name for check in self.checks)
         return (
-            f"Of what was looked at ({looked}) nothing speaks against the claims: {claimed(view)}, "
+            f"Of what was looked at ({names}) nothing speaks against the claims: {claimed(view)}, "
             f"the canaries prove {view.lower:.4g} and their scores look like {view.estimate}, and "
             f"all {len(self.checks)} checks pass. {unseen}"
         )
@@ -212,8 +212,8 @@ def audit(
         _check(experiment, canaries, confidence, delta)
         # without Ray, and without measures, some of which train clients again
         client = experiment.client.model_copy(update={"actors": 0})
-        inline = experiment.model_copy(update={"client": client, "measure": ()})
-        plan = resolve(inline, Path(data_root) if data_root else None)
+        inline_experiment = experiment.model_copy(update={"client": client, "measure": ()})
+        plan = resolve(inline_experiment, Path(data_root) if data_root else None)
         # another release than the run's own
         plan = replace(plan, platform={**plan.platform, "audit": "canaries"})
         assert plan.mechanism is not None  # else nothing is claimed; see `_check`
@@ -223,10 +223,10 @@ def audit(
         if plan.lattice is not None:
             expected = "gaussian noise: the directions of canaries are not rounded to integers"
             raise ConfigError("noise.kind", experiment.noise.kind, expected)
-        run = _of_samples if plan.mechanism.by_draws else _of_clients
-        done = run(plan, canaries, delta or plan.experiment.terms.delta, confidence, on_round)
-        write(plan, done.to_dict(), done.scores())
-    return done
+        run = _audit_samples if plan.mechanism.by_draws else _audit_clients
+        report = run(plan, canaries, delta or plan.experiment.terms.delta, confidence, on_round)
+        write(plan, report.to_dict(), report.scores())
+    return report
 
 
 @contextmanager
@@ -239,8 +239,8 @@ def result_folder(
     """
     with nullcontext() if out is None else storage.at(out) as folder:
         if folder is not None:
-            taken = folder.exists()
-            if taken and (not folder.is_dir() or any(folder.iterdir())):
+            folder_exists = folder.exists()
+            if folder_exists and (not folder.is_dir() or any(folder.iterdir())):
                 raise ConfigError("--out", str(folder), "a new or empty directory")
             make_folder(folder)  # refused before anything is trained
 
@@ -256,7 +256,7 @@ def result_folder(
         try:
             yield write
         finally:
-            if folder is not None and not taken and not any(folder.iterdir()):
+            if folder is not None and not folder_exists and not any(folder.iterdir()):
                 folder.rmdir()
 
 
@@ -285,25 +285,25 @@ def _check(e: Experiment, canaries: int, confidence: float, delta: float | None)
         raise ConfigError("delta", delta, "a number between 0 and 1, both excluded")
 
 
-def _of_clients(
+def _audit_clients(
     plan: Plan, canaries: int, delta: float, confidence: float, on_round: Callable[[int, int], None]
 ) -> Audit:
     """By as many runs as are needed, in which some or all clients are canaries."""
     runs = client_canaries.runs(plan, canaries, on_round)
-    views = observers.of_runs(plan, runs, delta, confidence)
-    held = observers.least_deltas(runs, views)
+    views = observers.audit_observers(plan, runs, delta, confidence)
+    deltas = observers.delta_lower_bounds(runs, views)
     crowd = max(share for run in runs for share in run.crowds)
-    return _audit(plan, len(runs), views, checks.of_runs(runs), held, (TRAINING,), crowd)
+    return _audit(plan, len(runs), views, checks.check_runs(runs), deltas, (TRAINING,), crowd)
 
 
-def _of_samples(
+def _audit_samples(
     plan: Plan, canaries: int, delta: float, confidence: float, on_round: Callable[[int, int], None]
 ) -> Audit:
     """By one run, in which every sample of some clients is a canary."""
     run = local_step_canaries.run(plan, canaries, delta, on_round)
     view = run.view(delta, confidence)
-    held = run.least_deltas([view.claimed, *run.printed])
-    return _audit(plan, 1, [view], [checks.ledger([run]), run.check_steps()], held, run.unseen())
+    deltas = run.delta_lower_bounds([view.claimed, *run.printed])
+    return _audit(plan, 1, [view], [checks.ledger([run]), run.check_steps()], deltas, run.unseen())
 
 
 def _audit(
@@ -311,17 +311,17 @@ def _audit(
     runs: int,
     views: list[ObserverAudit],
     results: list[Check],
-    held: Sequence[observers.Held],
+    claim_deltas: Sequence[observers.ClaimDelta],
     unseen: tuple[str, ...],
     crowd: float = 0.0,
 ) -> Audit:
-    """The audit with the check of `held`, and in words what no view and no check looked at, and
-    what weakens it. `crowd`: energy of a round's canaries over that of its noise.
+    """The audit with the check of `claim_deltas`, and in words what no view and no check looked at,
+    and what weakens it. `crowd`: energy of a round's canaries over that of its noise.
     """
     assert plan.mechanism is not None  # else nothing is claimed; see `_check`
-    results += filter(None, [checks.curve(held)])
+    results += filter(None, [checks.curve(claim_deltas)])
     unseen = (*unseen, SECRETS, PLACES)
-    if any(least is None for _, least in held):
+    if any(delta_bound is None for _, delta_bound in claim_deltas):
         unseen += ("the epsilons that a user-defined sampling scheme is given",)
     if not plan.mechanism.by_draws and "cohorts" not in {check.name for check in results}:
         unseen += ("how cohorts are drawn",)
@@ -329,7 +329,7 @@ def _audit(
         unseen += ("how cohorts are drawn, but for their sizes and how often each client is in",)
     if any(view.claimed.kind == "unproven" for view in views):
         unseen += ("what its guarantees call not proved",)
-    excluded = (exclusion for view in views for exclusion in view.claimed.exclusions)
+    claim_exclusions = (exclusion for view in views for exclusion in view.claimed.exclusions)
     notes = []
     if views[0].canaries < WORTH_HAVING:
         notes.append(f"{views[0].canaries} canaries prove little; {WORTH_HAVING} are worth having")
@@ -343,5 +343,5 @@ def _audit(
             f"at delta {views[0].claimed.delta:g} so many guesses may come true for free that "
             "bounds are weak; a smaller --delta helps"
         )
-    every = (*unseen, *dict.fromkeys(excluded))
-    return Audit(views, results, runs, plan.experiment.seed, every, tuple(notes))
+    coverage_gaps = (*unseen, *dict.fromkeys(claim_exclusions))
+    return Audit(views, results, runs, plan.experiment.seed, coverage_gaps, tuple(notes))

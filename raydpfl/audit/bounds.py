@@ -57,9 +57,9 @@ def one_run_p_value(epsilon: float, canaries: int, guesses: int, right: int, del
     if right == 0:
         return 1.0
     # P[Bin >= 0], ..., P[Bin >= v]
-    at_least = binom.sf(np.arange(-1, right), guesses, expit(epsilon))
-    between = (at_least[right - 1 :: -1] - at_least[right]) / np.arange(1, right + 1)
-    return float(min(1.0, at_least[right] + 2 * canaries * delta * between.max()))
+    tails = binom.sf(np.arange(-1, right), guesses, expit(epsilon))
+    slopes = (tails[right - 1 :: -1] - tails[right]) / np.arange(1, right + 1)
+    return float(min(1.0, tails[right] + 2 * canaries * delta * slopes.max()))
 
 
 def one_run_bound(
@@ -89,8 +89,8 @@ def one_run_bound(
     if guesses == 0 or excess(0.0) >= 0:
         return 0.0
     # At s = v / r half of the mass lies at v and above.
-    most = _MOST if right == guesses else math.log(right / (guesses - right))
-    return safe_end(excess, 0.0, most, xtol=tolerance) if excess(most) > 0 else most
+    limit = _MOST if right == guesses else math.log(right / (guesses - right))
+    return safe_end(excess, 0.0, limit, xtol=tolerance) if excess(limit) > 0 else limit
 
 
 def refutes(
@@ -118,9 +118,9 @@ def refutes(
     if curve(1 - r) < h:  # the least r_0 + h_0 is below then
         return False
     for i in range(right - 1, -1, -1):
-        following = max(h, curve(1 - r))
-        r += i / (guesses - i) * (following - h)
-        h = following
+        next_h = max(h, curve(1 - r))
+        r += i / (guesses - i) * (next_h - h)
+        h = next_h
         if r + h > guesses / canaries:
             return True
     return False
@@ -171,23 +171,25 @@ def curve_bound(
     return family(high)[1](delta)
 
 
-def guesses_for(evidence: np.ndarray, canaries: int, delta: float, confidence: float = 0.95) -> int:
+def optimal_guess_count(
+    evidence: np.ndarray, canaries: int, delta: float, confidence: float = 0.95
+) -> int:
     """On how many canaries to guess, for the largest bound to be expected. It is fixed before
     anything is seen, and the expectation is 1.5 standard deviations low. `evidence` float64 [n] are
     log-likelihood ratios of simulated canaries, if the claim were true: a guess by the sign is
     right with probability 1 / (1 + e^-|evidence|).
     """
     chance = expit(np.sort(np.abs(evidence))[::-1])
-    right = np.cumsum(chance)
-    spread = np.cumsum(chance * (1 - chance))
+    means = np.cumsum(chance)
+    variances = np.cumsum(chance * (1 - chance))
     sizes = np.unique(np.geomspace(min(10, canaries), canaries, 30).astype(int))
-    counts = []
+    epsilons = []
     for r in sizes.tolist():
         place = max(1, round(r / canaries * len(chance))) - 1
         scale = canaries / len(chance)
-        expected = min(r, scale * right[place] - 1.5 * math.sqrt(scale * spread[place]))
-        counts.append(one_run_bound(canaries, r, max(0, int(expected)), delta, confidence, 1e-3))
-    return int(sizes[np.argmax(counts)])
+        hits = min(r, scale * means[place] - 1.5 * math.sqrt(scale * variances[place]))
+        epsilons.append(one_run_bound(canaries, r, max(0, int(hits)), delta, confidence, 1e-3))
+    return int(sizes[np.argmax(epsilons)])
 
 
 @dataclass(frozen=True)

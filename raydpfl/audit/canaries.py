@@ -20,7 +20,7 @@ from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.client.actor_round import ChunkRound
 from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.coordinator import Coordinator
-from raydpfl.simulation.pool import Inline
+from raydpfl.simulation.pool import InlinePool
 from raydpfl.training.backends.base import Block
 
 Rows = tuple[np.ndarray, np.ndarray]
@@ -35,12 +35,12 @@ class CanaryRun(Coordinator):
     rounds: list[int]  # that were released
 
     def start(self) -> tuple[int, list[str]]:
-        started = super().start()
-        assert isinstance(self.pool, Inline)
+        pid_and_warnings = super().start()
+        assert isinstance(self.pool, InlinePool)
         self.pool.client = self.clients()
         self.rounds = []
-        self._recorded: list[tuple[int, int, bytes]] = []  # (round, bytes of the ledger, last line)
-        return started
+        self._snapshots: list[tuple[int, int, bytes]] = []  # (round, ledger bytes, last line)
+        return pid_and_warnings
 
     def clients(self) -> ClientActor:
         """What trains the clients."""
@@ -48,7 +48,7 @@ class CanaryRun(Coordinator):
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
         text = self._ledger_text()
-        self._recorded.append((t, len(text), text.splitlines()[-1] if text else b""))
+        self._snapshots.append((t, len(text), text.splitlines()[-1] if text else b""))
         self.rounds.append(t)
         return super().collect(t, cohort)
 
@@ -63,7 +63,7 @@ class CanaryRun(Coordinator):
         """Takes note of what the client of a block adds to the sum, float64 [d]."""
         raise NotImplementedError
 
-    def spent(self) -> Mapping[str, float]:
+    def run_epsilons(self) -> Mapping[str, float]:
         """By accountant, the epsilon that the whole run spends."""
         raise NotImplementedError
 
@@ -71,24 +71,24 @@ class CanaryRun(Coordinator):
         """By round, the std that the ledger should have; empty: no round's noise has one."""
         return {}
 
-    def misrecorded(self) -> str:
+    def find_ledger_fault(self) -> str:
         """What the ledger lacks, has wrong or had too late, in words; empty: nothing."""
         text = self._ledger_text()
         entries = {entry["round"]: entry for entry in map(json.loads, text.splitlines())}
-        missing = sorted(set(self.rounds) - entries.keys())
-        if missing:
-            return f"round {missing[0]} was released and is not in the ledger"
+        missing_rounds = sorted(set(self.rounds) - entries.keys())
+        if missing_rounds:
+            return f"round {missing_rounds[0]} was released and is not in the ledger"
         for t, std in self.accounted_stds().items():
-            written = entries[t]["std"]
-            if not np.isclose(written, std, rtol=ROUNDING, atol=0):
-                wrong = f"round {t} is recorded with noise of std {written:.6g}"
-                return f"{wrong}; the accountants have {std:.6g}"
-        last = entries[max(entries)]["epsilon"]
-        for name, truth in self.spent().items():
-            if float(last[name]) < truth * (1 - ROUNDING):
-                spent = f"{len(self.rounds)} rounds spend {truth:.6g}"
-                return f"epsilon {last[name]:.6g} is recorded ({name}) where {spent}"
-        for t, size, line in self._recorded:
+            recorded_std = entries[t]["std"]
+            if not np.isclose(recorded_std, std, rtol=ROUNDING, atol=0):
+                record_text = f"round {t} is recorded with noise of std {recorded_std:.6g}"
+                return f"{record_text}; the accountants have {std:.6g}"
+        last_epsilons = entries[max(entries)]["epsilon"]
+        for name, epsilon in self.run_epsilons().items():
+            if float(last_epsilons[name]) < epsilon * (1 - ROUNDING):
+                cost_text = f"{len(self.rounds)} rounds spend {epsilon:.6g}"
+                return f"epsilon {last_epsilons[name]:.6g} is recorded ({name}) where {cost_text}"
+        for t, size, line in self._snapshots:
             if not line or json.loads(line)["round"] < t:
                 return f"round {t} began before it was in the ledger"
             if not text[:size].endswith(line + b"\n"):
@@ -97,9 +97,9 @@ class CanaryRun(Coordinator):
 
     def finished(self) -> None:
         """Ends the run. What is needed of its files and clients is read now."""
-        held = self.accounts.guarantees(self.state.t, self.state.participations)
-        self.printed = [one for one in held if one.unit != "person"]
-        self.misrecording = self.misrecorded()
+        guarantees = self.accounts.guarantees(self.state.t, self.state.participations)
+        self.printed = [guarantee for guarantee in guarantees if guarantee.unit != "person"]
+        self.ledger_fault = self.find_ledger_fault()
         self.pool.close()
         del self.pool, self.record, self.problem
 
@@ -109,20 +109,20 @@ class CanaryRun(Coordinator):
 
 
 class OtherRows(RowReader):
-    """A reader of rows, with others for those of some clients: of those that `others` has any for,
-    x and y of all rows.
+    """A reader of rows that replaces those of some clients: `replacement_rows` gives x and y of all
+    rows of a client, or None to leave them.
     """
 
-    def __init__(self, reader: RowReader, others: Callable[[int], Rows | None]):
+    def __init__(self, reader: RowReader, replacement_rows: Callable[[int], Rows | None]):
         self._reader = reader
-        self._others = others
+        self._replacement_rows = replacement_rows
 
-    def rows(self, client: int, picked: np.ndarray | None) -> Rows:
-        rows = self._others(client)
+    def rows(self, client: int, row_indices: np.ndarray | None) -> Rows:
+        rows = self._replacement_rows(client)
         if rows is None:
-            return self._reader.rows(client, picked)
+            return self._reader.rows(client, row_indices)
         x, y = rows
-        return rows if picked is None else (x[picked], y[picked])
+        return rows if row_indices is None else (x[row_indices], y[row_indices])
 
     def release(self) -> None:
         self._reader.release()
@@ -131,20 +131,20 @@ class OtherRows(RowReader):
 R = TypeVar("R", bound=CanaryRun)
 
 
-def carried_out(
-    run: Callable[..., R], on_round: Callable[[int, int], None], done: int, of: int
+def execute_run(
+    run: Callable[..., R], on_round: Callable[[int, int], None], offset: int, total: int
 ) -> R:
     """A whole run, in a directory of its own. `on_round` is called with the rounds done, after
-    `done` of earlier runs, and of how many.
+    `offset` rounds of earlier runs, and with `total`, the rounds of all runs.
     """
     with tempfile.TemporaryDirectory(prefix="raydpfl-audit-") as out:
-        made = run(out=out)
-        made.start()
-        for t in range(made.experiment.rounds):
-            made.round()
-            on_round(done + t + 1, of)
-        made.finished()
-    return made
+        canary_run = run(out=out)
+        canary_run.start()
+        for t in range(canary_run.experiment.rounds):
+            canary_run.round()
+            on_round(offset + t + 1, total)
+        canary_run.finished()
+    return canary_run
 
 
 class CanaryActor(ClientActor):
@@ -162,9 +162,9 @@ class CanaryActor(ClientActor):
 class ObservedContribution(Contribution):
     """Another contribution, client by client, as the observer of a run sees it."""
 
-    def __init__(self, observed: Contribution, run: CanaryRun):
-        super().__init__(observed.training)
-        self.observed = observed
+    def __init__(self, contribution: Contribution, run: CanaryRun):
+        super().__init__(contribution.training)
+        self.contribution = contribution
         self.run = run
 
     def blocks(self, state: ChunkRound) -> Iterator[Block]:
@@ -172,7 +172,7 @@ class ObservedContribution(Contribution):
             yield from block.singles()
 
     def add(self, state: ChunkRound, block: Block, total: torch.Tensor) -> None:
-        sent = torch.zeros_like(total)
-        self.observed.add(state, block, sent)
-        total += sent
-        self.run.sent(state, block, sent)
+        vector = torch.zeros_like(total)
+        self.contribution.add(state, block, vector)
+        total += vector
+        self.run.sent(state, block, vector)

@@ -18,7 +18,7 @@ import torch
 from scipy.stats import binom, kstest
 
 from raydpfl.audit.canaries import ROUNDING, CanaryRun
-from raydpfl.audit.client_canaries import ClientCanaryRun, on_sums
+from raydpfl.audit.client_canaries import ClientCanaryRun, sum_mechanism
 from raydpfl.check.contract import largest_correlation, normal_limit, tail
 from raydpfl.methods.noise import Whitening, whitening_matrix
 from raydpfl.methods.selection import Cohort
@@ -26,7 +26,7 @@ from raydpfl.simulation.plan import Plan
 from raydpfl.training.backends.base import StepNoise
 
 if TYPE_CHECKING:
-    from raydpfl.audit.observers import Held
+    from raydpfl.audit.observers import ClaimDelta
 
 FALSE_ALARM = 1e-4  # of one check on a sound run
 _CURVE = 1e-3  # relative, of delta: what two exact computations may differ by
@@ -52,16 +52,16 @@ class Check:
         return f"{'passed' if self.passed else 'FAILED'}  {self.name}: {self.finding}"
 
 
-def of_runs(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> list[Check]:
+def check_runs(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> list[Check]:
     """All checks that the runs allow, each with this probability of a false alarm at most."""
     results = [ledger(runs), cohorts(runs, alarm), matrix(runs)]
     if runs[0].plan.lattice is not None:  # the runs of a replay, which sees integers exactly
-        drawn = noise_of_sums if runs[0].squares else noise_of_updates
-        results += [sums(runs), drawn(runs, alarm)]
+        noise_check = noise_of_sums if runs[0].squares else noise_of_updates
+        results += [sums(runs), noise_check(runs, alarm)]
     else:
         results += [bounds(runs, alarm), sums(runs)]
-        of_noise = (noise_of_sums, noise_of_updates, noise_of_answers, noise_of_histograms)
-        results += [look(runs, alarm) for look in (grid, *of_noise, keys, normality)]
+        noise_checks = (noise_of_sums, noise_of_updates, noise_of_answers, noise_of_histograms)
+        results += [check(runs, alarm) for check in (grid, *noise_checks, keys, normality)]
     return [check for check in results if check is not None]
 
 
@@ -69,26 +69,26 @@ def ledger(runs: Sequence[CanaryRun]) -> Check:
     """Every round that was released stands in the ledger, from before its clients were asked, with
     the std that the accountants have, if any, and the epsilon that they give.
     """
-    wrong = next((run.misrecording for run in runs if run.misrecording), "")
+    fault = next((run.ledger_fault for run in runs if run.ledger_fault), "")
     rounds = sum(len(run.rounds) for run in runs)
     noise = "their noise and " if runs[0].accounted_stds() else ""
     finding = f"all {rounds} released rounds are recorded before they begin, with {noise}what they"
-    return Check("ledger", not wrong, wrong or f"{finding} spend")
+    return Check("ledger", not fault, fault or f"{finding} spend")
 
 
-def curve(held: Sequence[Held]) -> Check | None:
+def curve(claim_deltas: Sequence[ClaimDelta]) -> Check | None:
     """No epsilon that is claimed is below what the accounted mechanism has, by a computation that
     asks no accountant (`raydpfl.audit.privacy_curve`). None where that knows none of the
     mechanisms.
     """
-    shares = [(least / claim.delta, claim) for claim, least in held if least is not None]
+    shares = [(bound / claim.delta, claim) for claim, bound in claim_deltas if bound is not None]
     if not shares:
         return None
     share, claim = max(shares, key=lambda pair: pair[0])
     finding = f"at the epsilons that are claimed delta is at least {share:.3g} of that claimed"
     if share > 1 + _CURVE:
-        least = f"delta is at least {share * claim.delta:.4g}, where {claim.delta:g} is claimed"
-        finding = f"against an observer of {claim.observer} at epsilon {claim.epsilon:.4g} {least}"
+        text = f"delta is at least {share * claim.delta:.4g}, where {claim.delta:g} is claimed"
+        finding = f"against an observer of {claim.observer} at epsilon {claim.epsilon:.4g} {text}"
     return Check("curve", share <= 1 + _CURVE, finding)
 
 
@@ -97,34 +97,34 @@ def cohorts(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Chec
     chance gives it. None where clients are not all alike, or take turns.
     """
     plan = runs[0].plan
-    sampling = on_sums(plan).sampling
+    sampling = sum_mechanism(plan).sampling
     population = len(plan.population)
-    alike = sampling.population == population and plan.experiment.noise.stands_for is None
-    if not alike or sampling.by_participation or sampling.repeats:
+    is_homogeneous = sampling.population == population and plan.experiment.noise.stands_for is None
+    if not is_homogeneous or sampling.by_participation or sampling.repeats:
         return None
     sizes = np.concatenate([run.cohorts for run in runs])
-    wrong = sizes[sizes != sampling.size]
-    if sampling.size is not None and len(wrong):
-        finding = f"a cohort has {wrong[0]} clients, where the accountants have {sampling.size}"
+    misfits = sizes[sizes != sampling.size]
+    if sampling.size is not None and len(misfits):
+        finding = f"a cohort has {misfits[0]} clients, where the accountants have {sampling.size}"
         return Check("cohorts", False, finding)
     rounds = len(runs[0].rounds)
     counts = [(times, client) for run in runs for client, times in run.counts.items()]
     times, client = max(counts, default=(0, 0))
-    strange = ""
+    anomaly = ""
     # each of the two spends half of the false alarms
     if sampling.q < 1:
-        likely = binom.sf(times - 1, rounds, sampling.q) * population * len(runs)
-        took = f"client {client} took part in {times} of {rounds} rounds, at q = {sampling.q:.4g}"
-        strange = took if likely < alarm / 2 else ""
+        p_value = binom.sf(times - 1, rounds, sampling.q) * population * len(runs)
+        text = f"client {client} took part in {times} of {rounds} rounds, at q = {sampling.q:.4g}"
+        anomaly = text if p_value < alarm / 2 else ""
     if sampling.coins is not None:
         total = int(sizes.sum())
         chance = binom(population * len(sizes), sampling.coins)
         if min(chance.cdf(total), chance.sf(total - 1)) < alarm / 4:
-            expected = f"{chance.mean():.0f} were to be expected"
-            strange = f"{total} clients took part in all, where {expected}"
+            expectation = f"{chance.mean():.0f} were to be expected"
+            anomaly = f"{total} clients took part in all, where {expectation}"
     finding = f"no client took part more often than {times} times"
-    finding = strange or f"cohorts have the size that was accounted for; {finding}"
-    return Check("cohorts", not strange, finding, alarm)
+    finding = anomaly or f"cohorts have the size that was accounted for; {finding}"
+    return Check("cohorts", not anomaly, finding, alarm)
 
 
 def matrix(runs: Sequence[ClientCanaryRun]) -> Check | None:
@@ -133,40 +133,40 @@ def matrix(runs: Sequence[ClientCanaryRun]) -> Check | None:
     None where rounds have noise of their own, or draw a client several times.
     """
     plan = runs[0].plan
-    if not plan.experiment.noise.correlated or on_sums(plan).sampling.repeats:
+    if not plan.experiment.noise.correlated or sum_mechanism(plan).sampling.repeats:
         return None
     times = np.concatenate([run.times for run in runs])[:, : len(runs[0].rounds)]
     matrix = whitening_matrix(plan.experiment.noise, times.shape[1])
     overlaps = np.abs(matrix.T @ matrix)
     patterns = np.concatenate([times, np.eye(times.shape[1])])  # each round by itself, too
     squares = ((patterns @ overlaps) * patterns).sum(1)
-    declared = np.array((0.0, *on_sums(plan).squares))  # by participations, up to the most
-    counted = np.minimum(patterns.sum(1).astype(np.int64), len(declared) - 1)
-    accounted = declared[counted]
-    shares = np.divide(squares, accounted, out=np.zeros_like(squares), where=counted > 0)
-    longest = math.sqrt(shares.max())
-    finding = f"a client moves whitened sums by {longest:.6g} times what is accounted for at most"
-    return Check("matrix", longest <= 1 + ROUNDING, finding)
+    limits = np.array((0.0, *sum_mechanism(plan).squares))  # by participations, up to the most
+    participations = np.minimum(patterns.sum(1).astype(np.int64), len(limits) - 1)
+    row_limits = limits[participations]
+    shares = np.divide(squares, row_limits, out=np.zeros_like(squares), where=participations > 0)
+    max_ratio = math.sqrt(shares.max())
+    finding = f"a client moves whitened sums by {max_ratio:.6g} times what is accounted for at most"
+    return Check("matrix", max_ratio <= 1 + ROUNDING, finding)
 
 
 def bounds(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check:
     """No contribution is longer than the bound that was accounted for. Where clients draw noise on
     it: no canary's has more along its own direction than the bound lets it have.
     """
-    measured = [(value, t, client) for run in runs for t, client, value in run.along]
-    noisy = runs[0].by_client  # else the contribution bare, in bounds
-    if noisy:
-        beyond, t, client = max(measured, key=lambda row: abs(row[0]), default=(0.0, 0, 0))
-        passed = abs(beyond) <= normal_limit(len(measured), alarm)
-        distance = f"{abs(beyond):.1f} stds of its noise from its bound"
+    measurements = [(value, t, client) for run in runs for t, client, value in run.along]
+    has_client_noise = runs[0].by_client  # else the contribution bare, in bounds
+    if has_client_noise:
+        deviation, t, client = max(measurements, key=lambda row: abs(row[0]), default=(0.0, 0, 0))
+        is_bounded = abs(deviation) <= normal_limit(len(measurements), alarm)
+        distance = f"{abs(deviation):.1f} stds of its noise from its bound"
     else:
-        excess, t, client = max(measured, default=(-1.0, 0, 0))
-        passed = excess <= ROUNDING
+        excess, t, client = max(measurements, default=(-1.0, 0, 0))
+        is_bounded = excess <= ROUNDING
         distance = f"{1 + excess:.6g} times its bound"
     finding = f"client {client} sent {distance} in round {t}"
-    if passed:
+    if is_bounded:
         finding = f"no contribution goes further than {distance}"
-    return Check("bounds", passed, finding, alarm if noisy else 0.0)
+    return Check("bounds", is_bounded, finding, alarm if has_client_noise else 0.0)
 
 
 def sums(runs: Sequence[ClientCanaryRun]) -> Check:
@@ -180,23 +180,23 @@ def grid(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check |
     """Contributions are rounded to no coarser grid than `raydpfl.core.exact_sum` declares, by the
     digits of what clients send. None where nothing was sent that has random digits.
     """
-    counts = [(coarser, count) for run in runs for coarser, count in run.grids]
+    counts = [(log_ratio, count) for run in runs for log_ratio, count in run.grids]
     if not counts:
         return None
     # a coordinate is a multiple of 2^k steps by chance with probability 2^-k
-    beyond = [
-        coarser - math.ceil(math.log2(len(counts) / alarm) / count) for coarser, count in counts
+    excess_bits = [
+        log_ratio - math.ceil(math.log2(len(counts) / alarm) / count) for log_ratio, count in counts
     ]
-    worst = max(coarser for coarser, _ in counts)
-    finding = f"contributions are rounded to at most {2.0 ** max(worst, 0.0):.4g} times the grid "
-    return Check("grid", max(beyond) <= 0, finding + "that is declared", alarm)
+    peak = max(log_ratio for log_ratio, _ in counts)
+    finding = f"contributions are rounded to at most {2.0 ** max(peak, 0.0):.4g} times the grid "
+    return Check("grid", max(excess_bits) <= 0, finding + "that is declared", alarm)
 
 
 def noise_of_sums(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check:
     """The squared norm of a round's noise is chi-squared with the std that accountants have."""
     rounds = (zip(run.rounds, run.squares, strict=True) for run in runs)
     squares = [(square, f"round {t}") for pairs in rounds for t, square in pairs]
-    return _chi_squared("noise of sums", runs[0].plan.d, squares, alarm)
+    return _check_chi_square("noise of sums", runs[0].plan.d, squares, alarm)
 
 
 def noise_of_draws(plan: Plan, cohorts: Sequence[Cohort], alarm: float = FALSE_ALARM) -> Check:
@@ -205,21 +205,21 @@ def noise_of_draws(plan: Plan, cohorts: Sequence[Cohort], alarm: float = FALSE_A
     """
     noise = plan.experiment.noise
     d = WIDE
-    of_sums, whiten = noise.on_server(plan.noise_seed, d), Whitening(noise)
+    server_noise, whiten = noise.on_server(plan.noise_seed, d), Whitening(noise)
     std = 1.0 if plan.lattice is None else plan.lattice.std  # of the sum; in steps
-    own = noise.client_std(std, 1)
+    client_std = noise.client_std(std, 1)
     squares = []
     for t, cohort in enumerate(cohorts[:DRAWN_ROUNDS]):
-        some = cohort.clients[:DRAWN_CLIENTS], cohort.draws[:DRAWN_CLIENTS]
-        added = of_sums.on_sum(t, std)
-        rows = [] if added is None else [whiten(noise.scores(added, std))]
-        if own:
-            drawn = noise.on_clients(plan.noise_seed, t, *some, own, d)
-            rows += [] if drawn is None else list(noise.scores(drawn, own))
+        client_draws = cohort.clients[:DRAWN_CLIENTS], cohort.draws[:DRAWN_CLIENTS]
+        sum_noise = server_noise.on_sum(t, std)
+        rows = [] if sum_noise is None else [whiten(noise.scores(sum_noise, std))]
+        if client_std:
+            client_noise = noise.on_clients(plan.noise_seed, t, *client_draws, client_std, d)
+            rows += [] if client_noise is None else list(noise.scores(client_noise, client_std))
         squares += [(float(row @ row), f"a draw of round {t}") for row in rows]
     if not squares:
         return Check("noise of draws", False, "none is drawn")
-    return _chi_squared("noise of draws", d, squares, alarm)
+    return _check_chi_square("noise of draws", d, squares, alarm)
 
 
 def noise_of_steps(plan: Plan, alarm: float = FALSE_ALARM) -> list[Check]:
@@ -238,14 +238,14 @@ def noise_of_steps(plan: Plan, alarm: float = FALSE_ALARM) -> list[Check]:
             names += [f"step {step} of client {client} in round {t}" for client in clients]
     if not rows:
         return []
-    drawn = np.concatenate(rows)
-    squares = zip(np.square(drawn).sum(1).tolist(), names, strict=True)
-    check = _chi_squared("noise of steps", WIDE, list(squares), alarm)
-    far, first, later = largest_correlation(drawn)
-    passed = far <= normal_limit(math.comb(len(drawn), 2), alarm)
-    finding = f"the largest correlation of {len(drawn)} draws is {far:.1f} standard errors"
-    finding += "" if passed else f", of {names[first]} and {names[later]}"
-    return [check, Check("keys of steps", passed, finding, alarm)]
+    draws = np.concatenate(rows)
+    squares = zip(np.square(draws).sum(1).tolist(), names, strict=True)
+    check = _check_chi_square("noise of steps", WIDE, list(squares), alarm)
+    peak, first_draw, later_draw = largest_correlation(draws)
+    is_uncorrelated = peak <= normal_limit(math.comb(len(draws), 2), alarm)
+    finding = f"the largest correlation of {len(draws)} draws is {peak:.1f} standard errors"
+    finding += "" if is_uncorrelated else f", of {names[first_draw]} and {names[later_draw]}"
+    return [check, Check("keys of steps", is_uncorrelated, finding, alarm)]
 
 
 def noise_of_updates(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check | None:
@@ -254,7 +254,7 @@ def noise_of_updates(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM
         return None
     updates = [update for run in runs for update in run.update_squares]
     squares = [(square, f"client {client} in round {t}") for t, client, square in updates]
-    return _chi_squared("noise of updates", runs[0].plan.d, squares, alarm)
+    return _check_chi_square("noise of updates", runs[0].plan.d, squares, alarm)
 
 
 def noise_of_answers(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check | None:
@@ -263,51 +263,51 @@ def noise_of_answers(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM
     that adapts follows from nothing else. None where nothing is asked.
     """
     name = "noise of answers"
-    queries = on_sums(runs[0].plan).sums[1:]
+    queries = sum_mechanism(runs[0].plan).sums[1:]
     if not queries:
         return None
     for run in runs:
-        if run.unanswered:
-            return Check(name, False, run.unanswered)
-        unasked = [query.name for query in queries if not run.answers.get(query.name)]
-        if unasked and sum(run.cohorts):
-            detail = f"{unasked[0]} is accounted for, and its answers were not seen"
+        if run.bound_fault:
+            return Check(name, False, run.bound_fault)
+        unanswered_queries = [query.name for query in queries if not run.answers.get(query.name)]
+        if unanswered_queries and sum(run.cohorts):
+            detail = f"{unanswered_queries[0]} is accounted for, and its answers were not seen"
             return Check(name, False, detail)
     longest = max((length, name) for run in runs for name, length in run.longest.items())
     if longest[0] > 1 + ROUNDING:
         detail = f"an answer to {longest[1]} is {longest[0]:.6g} times its bound"
         return Check(name, False, detail)
-    drawn = {
+    draws = {
         query.name: np.concatenate([run.answers[query.name] for run in runs]) for query in queries
     }
-    silent = _without_noise(drawn, alarm)
-    if silent:
-        return Check(name, False, silent, alarm)
-    limit = normal_limit(math.comb(len(drawn), 2), alarm)
-    for (one, first), (other, second) in itertools.combinations(drawn.items(), 2):
-        off = abs(float(np.corrcoef(first, second)[0, 1])) * math.sqrt(len(first))
-        if off > limit:
-            detail = f"the noise on {one} and {other} is correlated, by {off:.1f} standard errors"
+    noise_fault = _find_noise_fault(draws, alarm)
+    if noise_fault:
+        return Check(name, False, noise_fault, alarm)
+    limit = normal_limit(math.comb(len(draws), 2), alarm)
+    for (first, x), (second, y) in itertools.combinations(draws.items(), 2):
+        z = abs(float(np.corrcoef(x, y)[0, 1])) * math.sqrt(len(x))
+        if z > limit:
+            detail = f"the noise on {first} and {second} is correlated, by {z:.1f} standard errors"
             return Check(name, False, detail, alarm)
-    squares = [(float(values @ values), f"the sums of {query}") for query, values in drawn.items()]
-    count = len(next(iter(drawn.values())))
-    check = _chi_squared(name, count, squares, alarm)
+    squares = [(float(values @ values), f"the sums of {query}") for query, values in draws.items()]
+    count = len(next(iter(draws.values())))
+    check = _check_chi_square(name, count, squares, alarm)
     return replace(check, finding=f"{check.finding} of {count} draws", false_alarm=3 * alarm)
 
 
-def _without_noise(drawn: Mapping[str, np.ndarray], alarm: float) -> str:
+def _find_noise_fault(draws: Mapping[str, np.ndarray], alarm: float) -> str:
     """A draw that repeats another, or that has next to no noise, which is lost among many others,
     in words; empty: none.
     """
-    for query, values in drawn.items():
+    for query, values in draws.items():
         if len(np.unique(values)) < len(values):
             return f"noise on {query} is drawn twice, or there is none"
         if not len(values):
             continue
         place = int(np.abs(values).argmin())
-        least = float(abs(values[place]))
-        if math.erf(least / math.sqrt(2)) * len(values) * len(drawn) < alarm:
-            return f"the sum of {query} has {least:.2g} stds of noise in draw {place}"
+        min_magnitude = float(abs(values[place]))
+        if math.erf(min_magnitude / math.sqrt(2)) * len(values) * len(draws) < alarm:
+            return f"the sum of {query} has {min_magnitude:.2g} stds of noise in draw {place}"
     return ""
 
 
@@ -322,15 +322,15 @@ def noise_of_histograms(
     squares = [square for run in runs for square in run.surveys]
     if histogram is None or not squares:
         return None
-    moved = max(run.moved for run in runs)
-    if moved > 1 + ROUNDING:
-        detail = f"one client less moves the counts by {moved:.4g}, where 1 is accounted for"
+    max_shift = max(run.moved for run in runs)
+    if max_shift > 1 + ROUNDING:
+        detail = f"one client less moves the counts by {max_shift:.4g}, where 1 is accounted for"
         return Check(name, False, detail)
-    together = (sum(squares), f"all {len(squares)}")
-    return _chi_squared(name, histogram.bins * len(squares), [together], alarm)
+    pooled_draw = (sum(squares), f"all {len(squares)}")
+    return _check_chi_square(name, histogram.bins * len(squares), [pooled_draw], alarm)
 
 
-def _chi_squared(name: str, d: int, draws: Sequence[tuple[float, str]], alarm: float) -> Check:
+def _check_chi_square(name: str, d: int, draws: Sequence[tuple[float, str]], alarm: float) -> Check:
     """Each of the draws by itself, and all together: half of the false alarms are for either."""
     if not draws:
         return Check(name, True, "no client was there to draw any")
@@ -338,11 +338,11 @@ def _chi_squared(name: str, d: int, draws: Sequence[tuple[float, str]], alarm: f
     tails = tail(squares, d)
     worst = int(np.argmin(tails))
     ratio = math.sqrt(squares[worst] / d)
-    alone = tails[worst] * 4 * len(draws) >= alarm
-    passed = alone and float(tail(squares.sum(), d * len(draws))) * 4 >= alarm
+    no_outlier = tails[worst] * 4 * len(draws) >= alarm
+    is_consistent = no_outlier and float(tail(squares.sum(), d * len(draws))) * 4 >= alarm
     finding = f"{math.sqrt(squares.mean() / d):.5f} of the std that was accounted for, over all"
-    finding += "" if alone else f"; {ratio:.4g} of it for {draws[worst][1]}"
-    return Check(name, passed, finding, alarm)
+    finding += "" if no_outlier else f"; {ratio:.4g} of it for {draws[worst][1]}"
+    return Check(name, is_consistent, finding, alarm)
 
 
 def keys(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check:
@@ -353,16 +353,16 @@ def keys(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check:
         "sums": [noise for run in runs for noise in run.noises],
         "updates": [noise for run in runs for noise in run.update_noises],
     }
-    for what, noises in groups.items():
+    for group, noises in groups.items():
         rows = np.stack(noises) if noises else np.zeros((0, 1))
         rows = rows[rows.any(axis=1)]  # other checks notice a sum without noise
         comparisons += math.comb(len(rows), 2)
-        far, first, later = largest_correlation(rows)
-        worst = max(worst, (far, f"{what} {first} and {later} (counted in order)"))
-    passed = worst[0] <= normal_limit(comparisons, alarm)
+        peak, first_row, later_row = largest_correlation(rows)
+        worst = max(worst, (peak, f"{group} {first_row} and {later_row} (counted in order)"))
+    is_uncorrelated = worst[0] <= normal_limit(comparisons, alarm)
     finding = f"the largest of {comparisons:,} correlations is {worst[0]:.1f} standard errors"
-    finding += "" if passed else f", of the noise of {worst[1]}"
-    return Check("keys", passed, finding, alarm)
+    finding += "" if is_uncorrelated else f", of the noise of {worst[1]}"
+    return Check("keys", is_uncorrelated, finding, alarm)
 
 
 def normality(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Check:

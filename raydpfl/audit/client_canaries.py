@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from raydpfl import privacy
-from raydpfl.audit.canaries import CanaryRun, carried_out
+from raydpfl.audit.canaries import CanaryRun, execute_run
 from raydpfl.core.messages import ChunkResult, Columns
 from raydpfl.core.prng import Purpose, normals, stream
 from raydpfl.methods.noise import Whitening
-from raydpfl.methods.population import composed
+from raydpfl.methods.population import check_composed_rounds
 from raydpfl.methods.selection import Cohort
 from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.privacy.observers import views
@@ -28,7 +28,7 @@ from raydpfl.simulation.client.actor_round import ChunkRound
 from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.noise_monitor import MonitoredNoise
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.recorder import joined
+from raydpfl.simulation.recorder import join_columns
 from raydpfl.training.backends.base import Block
 
 FAR = 20.0  # (bound + std of its noise): the norm of what a canary would send unbounded
@@ -46,9 +46,9 @@ DRAWS = 1000
 DRAWN = 200_000
 
 
-def on_sums(plan: Plan) -> Mechanism:
+def sum_mechanism(plan: Plan) -> Mechanism:
     """The mechanism on sums or single updates, without surveys, in which no canary stands out."""
-    return cast(Mechanism, plan.mechanism).asking(0)
+    return cast(Mechanism, plan.mechanism).with_surveys(0)
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class ClientCanaries:
 
     def direction(self, place: int) -> torch.Tensor:
         """Float32 [d], of norm 1."""
-        drawn = normals(self.seed, Purpose.CANARY, self.d, client=int(self.clients[place]))
-        return drawn / torch.linalg.vector_norm(drawn, dtype=torch.float64).float()
+        normal_vector = normals(self.seed, Purpose.CANARY, self.d, client=int(self.clients[place]))
+        return normal_vector / torch.linalg.vector_norm(normal_vector, dtype=torch.float64).float()
 
 
 class ClientCanaryRun(CanaryRun):
@@ -127,18 +127,18 @@ class ClientCanaryRun(CanaryRun):
         # the largest answer, in its bounds; and a bound that moved by something else, in words.
         self.answers: dict[str, list[float]] = {}
         self.longest: dict[str, float] = {}
-        self.unanswered = ""
+        self.bound_fault = ""
         noise = plan.experiment.noise
         self.by_client = noise.client_std(1.0, plan.clients_left) > 0
         self._weights = plan.weights(canaries.clients)
         # std of the noise on a sum over its bound, by query
-        self._ratios = on_sums(plan).sum_stds(plan.cohort)
-        self._seen = Whitening(noise)
-        self._left = Whitening(noise)
+        self._ratios = sum_mechanism(plan).sum_stds(plan.cohort)
+        self._score_whitening = Whitening(noise)
+        self._noise_whitening = Whitening(noise)
         self._rows: list[np.ndarray] = []
 
     @cached_property
-    def _more(self) -> MonitoredNoise:
+    def _extra_noise(self) -> MonitoredNoise:
         """For draws that no run makes, which are not held against those of its rounds."""
         return MonitoredNoise(self.experiment.noise, self.plan.noise_seed, self.plan.d, 0, None)
 
@@ -152,47 +152,47 @@ class ClientCanaryRun(CanaryRun):
         plan = self.plan
         bound = self.state.bound
         assert bound is not None  # what is claimed is bounded
-        if t and bound != self._following and not self.unanswered:
-            self.unanswered = f"the bound of round {t} is not what the noisy answers make it"
+        if t and bound != self._next_bound and not self.bound_fault:
+            self.bound_fault = f"the bound of round {t} is not what the noisy answers make it"
         self._bound = bound
         self.stds.append(self._ratios["updates"] * bound * plan.weight * plan.factor(t))
         # The clients' noise is sized for the round with most dropouts: all others carry more.
-        self._sum_std = self.stds[-1] * self._carried(cohort)
+        self._sum_std = self.stds[-1] * self._noise_ratio(cohort)
         self._client_std = plan.experiment.noise.client_std(self.stds[-1], plan.clients_left)
         self.cohorts.append(len(cohort) + cohort.lost)
         # the grid as `raydpfl.core.exact_sum` has it: room for 2^51 steps in the largest sum
-        most = bound * plan.weight + TAIL * self._client_std
-        self._declared = math.ceil(math.log2(max(1, len(cohort)) * most)) - 51
+        max_magnitude = bound * plan.weight + TAIL * self._client_std
+        self._grid_exponent = math.ceil(math.log2(max(1, len(cohort)) * max_magnitude)) - 51
         self._digits = 0  # those that any number sent has, in steps of that grid
         self._coordinates = 0
-        self._sum, self._others, self._planted = np.zeros((3, plan.d))
+        self._sum, self._other_sum, self._canary_sum = np.zeros((3, plan.d))
         total, results = super().collect(t, cohort)
         if self._coordinates:
-            finest = math.log2(self._digits & -self._digits) if self._digits else -math.inf
-            self.grids.append((finest, self._coordinates))
+            digit_exponent = math.log2(self._digits & -self._digits) if self._digits else -math.inf
+            self.grids.append((digit_exponent, self._coordinates))
         error = float(np.abs(total - self._sum).max(initial=0.0)) / (self._sum_std or 1.0)
         self.sum_error = max(self.sum_error, error)
-        self._last = cohort, joined(results)
+        self._last_results = cohort, join_columns(results)
         return total, results
 
-    def _carried(self, cohort: Cohort) -> float:
+    def _noise_ratio(self, cohort: Cohort) -> float:
         """Std of the noise on a sum over that which is accounted for."""
         return math.sqrt(len(cohort) / self.plan.clients_left) if self.by_client else 1.0
 
     def blocks(self, contribution: Contribution, state: ChunkRound) -> Iterator[Block]:
         """A canary's vector to be bounded is its direction."""
         members = state.chunk.members
-        planted = np.isin(members, self.canaries.clients)
-        blocks = contribution.training.blocks(state, np.where(planted, -1, members))
-        trained = (single for block in blocks for single in block.singles())
+        is_canary = np.isin(members, self.canaries.clients)
+        blocks = contribution.training.blocks(state, np.where(is_canary, -1, members))
+        trained_blocks = (single for block in blocks for single in block.singles())
         bounding = self.experiment.bounding
-        far = FAR * (self._bound + self._client_std / self.plan.weight) + bounding.far
+        canary_norm = FAR * (self._bound + self._client_std / self.plan.weight) + bounding.far
         for slots in np.flatnonzero(members >= 0)[:, None]:
-            if not planted[slots[0]]:
-                yield next(trained)
+            if not is_canary[slots[0]]:
+                yield next(trained_blocks)
                 continue
             place = self.canaries.places[int(members[slots[0]])]
-            vector = self.canaries.direction(place) * (self.canaries.sign(place) * far)
+            vector = self.canaries.direction(place) * (self.canaries.sign(place) * canary_norm)
             vectors = vector.to(contribution.device)[None]
             updates = bounding.invert(vectors, state.view("bounding", slots)).float()
             yield Block(slots, updates, NO_LOSS)
@@ -201,12 +201,12 @@ class ClientCanaryRun(CanaryRun):
         """What is sent should be what is expected of the client, plus its noise."""
         client = int(state.chunk.clients[block.slots[0]])
         place = self.canaries.places.get(client)
-        expected = self._expected(state, block)
-        added = vector.cpu().numpy()
-        self._sum += added
-        part = self._others if place is None else self._planted
-        part += expected
-        noise = added - expected
+        expected_vector = self._expected_vector(state, block)
+        addend = vector.cpu().numpy()
+        self._sum += addend
+        part = self._other_sum if place is None else self._canary_sum
+        part += expected_vector
+        noise = addend - expected_vector
         self._sent_noise = noise
         if self.by_client:
             noise = noise / self._client_std
@@ -214,62 +214,65 @@ class ClientCanaryRun(CanaryRun):
             if len(self.update_noises) < SKETCHES:
                 self.update_noises.append(noise[:SMALL_SKETCH].astype(np.float32))
         if self.by_client or place is not None:
-            steps = np.ldexp(added[added != 0], -self._declared).astype(np.int64)
+            steps = np.ldexp(addend[addend != 0], -self._grid_exponent).astype(np.int64)
             self._digits |= int(np.bitwise_or.reduce(steps))
             self._coordinates += len(steps)
         # beyond its bound: with the client's noise on it, in its std; bare, in bounds
-        most = self.plan.weight * self._bound
+        max_norm = self.plan.weight * self._bound
         if place is not None:
-            most = min(abs(self._weights[place]) * self._bound, most)
+            max_norm = min(abs(self._weights[place]) * self._bound, max_norm)
             self.times[place, state.work.t] += 1
         if place is not None and self.by_client:
-            beyond = self._single(place, added, noise, most)
+            excess = self._score_update(place, addend, noise, max_norm)
         else:
-            beyond = float(np.linalg.norm(added, self.experiment.bounding.order)) / most - 1
+            excess = float(np.linalg.norm(addend, self.experiment.bounding.order)) / max_norm - 1
         if place is not None or not self.by_client:
-            self.along.append((state.work.t, client, beyond))
+            self.along.append((state.work.t, client, excess))
 
-    def _expected(self, state: ChunkRound, block: Block) -> np.ndarray:
+    def _expected_vector(self, state: ChunkRound, block: Block) -> np.ndarray:
         """What the client of a block must add to the sum, without its noise, float64 [d]."""
         view = state.view("bounding", block.slots)
         bounding = self.experiment.bounding
         updates = block.updates
-        sent = bounding.send(updates.double(), view)[0]
-        if not math.isfinite(torch.linalg.vector_norm(sent)):  # it counts as not having moved
+        vector = bounding.send(updates.double(), view)[0]
+        if not math.isfinite(torch.linalg.vector_norm(vector)):  # it counts as not having moved
             updates = self.experiment.local.idle(state.view("local", block.slots))[None]
-            sent = bounding.send(updates.double(), view)[0]
-        norm = float(torch.linalg.vector_norm(sent, bounding.order))
+            vector = bounding.send(updates.double(), view)[0]
+        norm = float(torch.linalg.vector_norm(vector, bounding.order))
         slot = block.slots[0]
         factor = bounding.factor(norm, self._bound) * float(state.chunk.weights[slot])
         limits = state.chunk.limits
         if limits is not None and abs(factor) * norm > limits[slot]:  # beyond its own budget
             factor = 0.0
-        return (sent * factor).cpu().numpy()
+        return (vector * factor).cpu().numpy()
 
-    def _single(self, place: int, added: np.ndarray, noise: np.ndarray, accounted: float) -> float:
+    def _score_update(
+        self, place: int, addend: np.ndarray, noise: np.ndarray, accounted_norm: float
+    ) -> float:
         """Scores a canary's own update; how far it is beyond its bound, in stds of its noise."""
         direction = self.canaries.direction(place).numpy().astype(np.float64)
-        most = self._weights[place] * self._bound
-        amplitude = most / self._client_std
-        self.single[place] += amplitude * float(direction @ added) / self._client_std
+        signed_norm = self._weights[place] * self._bound
+        amplitude = signed_norm / self._client_std
+        self.single[place] += amplitude * float(direction @ addend) / self._client_std
         self.single_power[place] += amplitude**2
-        return float(direction @ noise) + (abs(most) - accounted) / self._client_std
+        return float(direction @ noise) + (abs(signed_norm) - accounted_norm) / self._client_std
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
-        released = super().release(t, total)
+        noised_sum = super().release(t, total)
         if self.plan.lattice is not None:  # in steps, as `sent` has it
-            return released
-        added = released - self._others - self._planted
-        noise = self._left(self.experiment.noise.scores(added, self._sum_std))
+            return noised_sum
+        residual = noised_sum - self._other_sum - self._canary_sum
+        noise = self._noise_whitening(self.experiment.noise.scores(residual, self._sum_std))
         self.squares.append(float(noise @ noise))
-        self.crowds.append(float(self._planted @ self._planted) / (self.plan.d * self._sum_std**2))
+        energy = float(self._canary_sum @ self._canary_sum)
+        self.crowds.append(energy / (self.plan.d * self._sum_std**2))
         self.noises.append(noise[:SKETCH].astype(np.float32))
         self.amplitudes[:, t] = self._weights * self._bound / self._sum_std
-        row = self._seen((released - self._others) / self._sum_std)
+        row = self._score_whitening((noised_sum - self._other_sum) / self._sum_std)
         self._rows.append(row.astype(np.float32))
         if len(self._rows) * self._rows[0].nbytes > BUFFER:
             self._score()
-        return released
+        return noised_sum
 
     def _score(self) -> None:
         """Scores the sums that are held."""
@@ -288,65 +291,65 @@ class ClientCanaryRun(CanaryRun):
     ) -> dict[str, float]:
         sums = super().noisy_answers(t, cohort, columns, noise)
         assert self.state.bound is not None  # it adapts
-        self._answered = True
+        self._has_answers = True
         exact = self.experiment.bounding.answers(columns, self.state.bound)
-        for query in on_sums(self.plan).sums[1:]:
+        for query in sum_mechanism(self.plan).sums[1:]:
             answers = np.nan_to_num(exact[query.name])
-            added = sums[query.name] - float(answers.sum())
+            added_noise = sums[query.name] - float(answers.sum())
             std = self._ratios[query.name] * query.bound * self.plan.factor(t)
-            stds = added / (std * self._carried(cohort))
+            stds = added_noise / (std * self._noise_ratio(cohort))
             self.answers.setdefault(query.name, []).append(stds)
             longest = float(np.abs(answers).max(initial=0.0)) / query.bound
             self.longest[query.name] = max(self.longest.get(query.name, 0.0), longest)
         return sums
 
     def next_bound(self, t: int, cohort: Cohort, columns: Columns) -> float | None:
-        self._answered = False
-        self._following = super().next_bound(t, cohort, columns)
-        if self._following != self.state.bound and not self._answered and not self.unanswered:
-            self.unanswered = f"the bound moved after round {t} without noisy answers"
-        return self._following
+        self._has_answers = False
+        self._next_bound = super().next_bound(t, cohort, columns)
+        if self._next_bound != self.state.bound and not self._has_answers and not self.bound_fault:
+            self.bound_fault = f"the bound moved after round {t} without noisy answers"
+        return self._next_bound
 
     def survey(self, t: int, values: np.ndarray, noise: MonitoredNoise | None = None) -> np.ndarray:
-        released = super().survey(t, values, noise)
+        noised_counts = super().survey(t, values, noise)
         histogram = self.experiment.evaluate.histogram
-        survey = on_sums(self.plan).survey
+        survey = sum_mechanism(self.plan).survey
         assert histogram is not None and survey is not None
-        off = released - histogram.counts(values)
-        self.surveys.append(float(off @ off) / survey.std**2)
+        residual = noised_counts - histogram.counts(values)
+        self.surveys.append(float(residual @ residual) / survey.std**2)
         if noise is not None:
-            return released
-        self._scored = t, values
+            return noised_counts
+        self._last_survey = t, values
         # one client less, under the same noise: all that it can move
-        some = np.flatnonzero(np.isfinite(values))
-        for client in some[:: max(1, len(some) // 8)]:
-            without = values.copy()
-            without[client] = math.nan
-            moved = super().survey(t, without, self._more) - released
-            self.moved = max(self.moved, float(np.linalg.norm(moved)))
-        return released
+        scored_clients = np.flatnonzero(np.isfinite(values))
+        for client in scored_clients[:: max(1, len(scored_clients) // 8)]:
+            reduced_values = values.copy()
+            reduced_values[client] = math.nan
+            shift = super().survey(t, reduced_values, self._extra_noise) - noised_counts
+            self.moved = max(self.moved, float(np.linalg.norm(shift)))
+        return noised_counts
 
     def accounted_stds(self) -> Mapping[int, float]:
         return dict(zip(self.rounds, self.stds, strict=True))
 
-    def spent(self) -> Mapping[str, float]:
+    def run_epsilons(self) -> Mapping[str, float]:
         plan = self.plan
-        last = len(self.rounds) - 1
-        counted = int(plan.composed_rounds[last])
-        mechanism = on_sums(plan).asking(int(plan.surveys[last]))
+        last_round = len(self.rounds) - 1
+        rounds = int(plan.composed_rounds[last_round])
+        mechanism = sum_mechanism(plan).with_surveys(int(plan.surveys[last_round]))
         terms = plan.experiment.terms
         relation, delta, v = terms.relation, terms.delta, terms.v
-        if mechanism.unproved:  # the first observer against whom there is a proof
-            most = max(self.counts.values(), default=0)
-            every = views(mechanism, relation, counted, most)
-            seen = next((one for one in every if not one.mechanism.unproved), None)
-            if seen is None:
+        if mechanism.proof_gap:  # the first observer against whom there is a proof
+            max_participations = max(self.counts.values(), default=0)
+            choices = views(mechanism, relation, rounds, max_participations)
+            view = next((view for view in choices if not view.mechanism.proof_gap), None)
+            if view is None:
                 return {}
-            mechanism, relation, counted = seen.mechanism, seen.relation, seen.rounds
+            mechanism, relation, rounds = view.mechanism, view.relation, view.rounds
         return {
-            name: privacy.epsilon(mechanism, relation, delta, counted, name, v=v)
-            for name in plan.named
-            if counted and not privacy.covers(name, mechanism, relation)
+            name: privacy.epsilon(mechanism, relation, delta, rounds, name, v=v)
+            for name in plan.accountants
+            if rounds and not privacy.covers(name, mechanism, relation)
         }
 
     def finished(self) -> None:
@@ -355,14 +358,14 @@ class ClientCanaryRun(CanaryRun):
         """
         self._score()
         if self.experiment.bounding.queries():
-            cohort, columns = self._last
+            cohort, columns = self._last_results
             count = min(DRAWS, DRAWN // max(1, len(cohort)))
             for t in range(self.state.t, self.state.t + count):
-                self.noisy_answers(t, cohort, columns, self._more)
+                self.noisy_answers(t, cohort, columns, self._extra_noise)
         if self.surveys:
-            t, values = self._scored
+            t, values = self._last_survey
             for n in range(1, 1 + min(DRAWS // 10, DRAWN // len(values))):
-                self.survey(t + n * self.experiment.evaluate.every, values, self._more)
+                self.survey(t + n * self.experiment.evaluate.every, values, self._extra_noise)
         super().finished()
 
 
@@ -372,26 +375,26 @@ def runs(plan: Plan, canaries: int, on_round: Callable[[int, int], None]) -> lis
     count = min(canaries, population)
     times = math.ceil(canaries / count)
     rounds = plan.experiment.rounds
-    done = []
+    canary_runs = []
     for number in range(times):
-        seeded = _seeded(plan, (plan.experiment.seed + number) % (1 << 64))
-        e = seeded.experiment
-        drawn = stream(e.seed, Purpose.CANARY, step=1)
-        clients = np.sort(drawn.choice(population, count, replace=False, shuffle=False))
-        planted = ClientCanaries(e.seed, plan.d, clients, e.relation == "replace_one")
-        run = partial(ClientCanaryRun, seeded, canaries=planted)
-        done.append(carried_out(run, on_round, number * rounds, times * rounds))
-    return done
+        seeded_plan = _reseed_plan(plan, (plan.experiment.seed + number) % (1 << 64))
+        e = seeded_plan.experiment
+        generator = stream(e.seed, Purpose.CANARY, step=1)
+        clients = np.sort(generator.choice(population, count, replace=False, shuffle=False))
+        client_canaries = ClientCanaries(e.seed, plan.d, clients, e.relation == "replace_one")
+        run = partial(ClientCanaryRun, seeded_plan, canaries=client_canaries)
+        canary_runs.append(execute_run(run, on_round, number * rounds, times * rounds))
+    return canary_runs
 
 
-def _seeded(plan: Plan, seed: int) -> Plan:
+def _reseed_plan(plan: Plan, seed: int) -> Plan:
     """The same mechanism on the same data, with all that is random of another seed."""
     e = plan.experiment.model_copy(update={"seed": seed})
-    composed_rounds = composed(e.selection, seed, e.rounds, plan.population)
+    composed_rounds = check_composed_rounds(e.selection, seed, e.rounds, plan.population)
     return replace(
         plan,
         experiment=e,
         composed_rounds=composed_rounds,
         clients_left=e.selection.clients_left(seed, e.rounds, plan.population),
-        mechanism=replace(on_sums(plan), rounds=int(composed_rounds[-1])),
+        mechanism=replace(sum_mechanism(plan), rounds=int(composed_rounds[-1])),
     )

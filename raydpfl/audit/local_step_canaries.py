@@ -33,15 +33,15 @@ from torch.func import functional_call, grad, vmap
 from raydpfl import models
 from raydpfl.audit import observers
 from raydpfl.audit.bounds import Family, TradeOffCurve
-from raydpfl.audit.canaries import CanaryRun, OtherRows, Rows, carried_out
+from raydpfl.audit.canaries import CanaryRun, OtherRows, Rows, execute_run
 from raydpfl.audit.checks import Check
-from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
+from raydpfl.audit.privacy_curve import CERTAIN, delta_lower_bound, presence
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
 from raydpfl.models.tasks import Task
 from raydpfl.privacy import Guarantee, TradeOff, rigorous
-from raydpfl.privacy.accountants import named
+from raydpfl.privacy.accountants import accountant_of
 from raydpfl.privacy.guarantee import Observer
 from raydpfl.privacy.local_steps import LocalSteps
 from raydpfl.privacy.release_report import LocalStepsReport, scope_of
@@ -49,7 +49,7 @@ from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.client.actor_round import ChunkRound
 from raydpfl.simulation.plan import Plan
 from raydpfl.training.backends.base import Block
-from raydpfl.training.minibatches import batches, picked
+from raydpfl.training.minibatches import batches, pick_rows
 from raydpfl.training.trainer import Trainer
 
 SCALES = 2.0 ** np.arange(-2, 11)  # norms of x, or sizes of the target, that are tried
@@ -114,16 +114,16 @@ class SampleCanaries:
         """Both samples of all of a client's canaries; y is int64, or float32 for regression."""
         n = int(self.plan.population.sizes[client])
         classes = self.shards.classes
-        drawn = stream(self.plan.experiment.seed, Purpose.CANARY, client=client, step=4)
-        x = drawn.standard_normal((n, *self.shards.shape))
+        generator = stream(self.plan.experiment.seed, Purpose.CANARY, client=client, step=4)
+        x = generator.standard_normal((n, *self.shards.shape))
         column = (n, *[1] * (x.ndim - 1))
         x /= np.linalg.norm(x.reshape(n, -1), axis=1).reshape(column)
-        labels = drawn.integers(classes, size=n) if classes else np.zeros(n)
-        scales = self.scale * drawn.choice([*LONGER], n, p=[*LONGER.values()])
+        labels = generator.integers(classes, size=n) if classes else np.zeros(n)
+        scales = self.scale * generator.choice([*LONGER], n, p=[*LONGER.values()])
         if classes:
             x = (x * scales.reshape(column)).astype(np.float32)
-            other = (labels + 1) % classes
-            return (x, labels), (x, other) if self.relabel else (-x, labels)
+            other_labels = (labels + 1) % classes
+            return (x, labels), (x, other_labels) if self.relabel else (-x, labels)
         x = x.astype(np.float32)
         y = scales.astype(np.float32)
         return (x, y), (x, -y)
@@ -133,26 +133,26 @@ class SampleCanaries:
         part = self.part(client)
         if part is None:
             return None
-        (x, y), (other, target) = self.pair(client)
+        (x, y), (other_x, other_y) = self.pair(client)
         inside = self.inside[part]
         wide = inside.reshape(-1, *[1] * (x.ndim - 1))
-        return np.where(wide, x, other), np.where(inside, y, target)
+        return np.where(wide, x, other_x), np.where(inside, y, other_y)
 
     def pair_gradients(
-        self, client: int, parameters: torch.Tensor, most: int | None = None
+        self, client: int, parameters: torch.Tensor, max_canaries: int | None = None
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """The clipped gradients of both samples of (the first `most` of) a client's canaries,
-        float32 [k, d], in pieces, and which canaries they are of.
+        """The clipped gradients of both samples of (the first `max_canaries` of) a client's
+        canaries, float32 [k, d], in pieces, and which canaries they are of.
         """
         pair = self.pair(client)
-        n = len(pair[0][1][:most])
+        n = len(pair[0][1][:max_canaries])
         width = self.gradients.width
         for piece in (slice(start, min(start + width, n)) for start in range(0, n, width)):
-            one, other = (
+            first, second = (
                 self.gradients(parameters, torch.from_numpy(x[piece]), torch.from_numpy(y[piece]))
                 for x, y in pair
             )
-            yield piece, one, other
+            yield piece, first, second
 
 
 class SampleCanaryRun(CanaryRun):
@@ -169,7 +169,7 @@ class SampleCanaryRun(CanaryRun):
         # squares
         self.product, self.power = np.zeros((2, len(canaries.inside)))
         self.participations: list[tuple[int, int]] = []  # (round, canary client)
-        self.replayed: list[tuple[int, int, float]] = []  # (round, client, relative difference)
+        self.replays: list[tuple[int, int, float]] = []  # (round, client, relative difference)
         e = plan.experiment
         linear = e.local.linear()
         if linear is None:
@@ -189,9 +189,9 @@ class SampleCanaryRun(CanaryRun):
         self.trainer.noise_seed = plan.noise_seed
 
     def start(self) -> tuple[int, list[str]]:
-        started = super().start()
+        pid_and_warnings = super().start()
         self.initial = torch.from_numpy(self.state.model.copy())
-        return started
+        return pid_and_warnings
 
     def plant(self, actor: ClientActor) -> None:
         actor.shards.reader = OtherRows(actor.shards.reader, self.canaries.rows)
@@ -210,38 +210,39 @@ class SampleCanaryRun(CanaryRun):
         view = state.view("local", block.slots)
         corrections = self.experiment.local.correction(view)
         correction = torch.zeros_like(model) if corrections is None else corrections[0].cpu()
-        moved = self.experiment.bounding.invert(vector[None], state.view("bounding", block.slots))
+        update = self.experiment.bounding.invert(vector[None], state.view("bounding", block.slots))
         # float64 [d]: the (weighted) sum of its gradients, corrections among them
-        steps = -moved[0].cpu() / (float(chunk.weights[slot]) * state.actor.lr)
+        steps = -update[0].cpu() / (float(chunk.weights[slot]) * state.actor.lr)
         n = int(self.plan.population.sizes[client])
         std = float(_steps(self.plan).stds[client])
         weights = self._weights(n)
         total = float(weights.sum())
         energy = float(np.linalg.norm(weights))
-        seen = (steps - total * correction.double()).float()
+        residual = (steps - total * correction.double()).float()
         middle = torch.zeros(self.plan.d, dtype=torch.float64)
-        for _, one, other in self.canaries.pair_gradients(client, model):
-            middle += ((one + other) / 2).sum(0, dtype=torch.float64)
+        for _, first, second in self.canaries.pair_gradients(client, model):
+            middle += ((first + second) / 2).sum(0, dtype=torch.float64)
         # what the gradients have in common, whatever the coins were
-        seen -= (total / n * middle).float()
+        residual -= (total / n * middle).float()
         halves, products = np.zeros((2, n))
-        for piece, one, other in self.canaries.pair_gradients(client, model):
-            half = (one - other) / 2
+        for piece, first, second in self.canaries.pair_gradients(client, model):
+            half = (first - second) / 2
             halves[piece] = torch.linalg.vector_norm(half, dim=1).numpy()
-            products[piece] = (half @ seen).double().numpy()
+            products[piece] = (half @ residual).double().numpy()
         amplitudes = total / energy * halves / (n * std)
         scores = products / (np.maximum(halves, 1e-30) * energy * std)
         self.product[part] += amplitudes * scores
         self.power[part] += amplitudes**2
         t = state.work.t
         self.participations.append((t, client))
-        if sum(done == t for done, _, _ in self.replayed[-REPLAYS:]) < REPLAYS:
-            again, clipped = self._replay(t, client, int(chunk.draws[slot]), model, correction)
+        if sum(replay_round == t for replay_round, _, _ in self.replays[-REPLAYS:]) < REPLAYS:
+            draw = int(chunk.draws[slot])
+            replayed_sum, clipped_sum = self._replay(t, client, draw, model, correction)
             norm = torch.linalg.vector_norm
-            rounding = ROUNDING * (norm(again) + norm(model) / state.actor.lr)
-            off = (norm(again - steps) - rounding).clamp(min=0)
-            least = 1e-3 * self.gradients.bound
-            self.replayed.append((t, client, float(off / max(norm(clipped), least))))
+            rounding = ROUNDING * (norm(replayed_sum) + norm(model) / state.actor.lr)
+            difference = (norm(replayed_sum - steps) - rounding).clamp(min=0)
+            min_norm = 1e-3 * self.gradients.bound
+            self.replays.append((t, client, float(difference / max(norm(clipped_sum), min_norm))))
 
     def _weights(self, rows: int) -> np.ndarray:
         """How often a step's gradient is in the sum of a client's steps, float64 [Q] (momentum)."""
@@ -259,8 +260,8 @@ class SampleCanaryRun(CanaryRun):
             weights = self._weights(n)
             scale = weights.sum() / (np.linalg.norm(weights) * n * _steps(self.plan).stds[client])
             halves = np.zeros(n)
-            for piece, one, other in self.canaries.pair_gradients(client, self.initial):
-                halves[piece] = torch.linalg.vector_norm((one - other) / 2, dim=1).numpy()
+            for piece, first, second in self.canaries.pair_gradients(client, self.initial):
+                halves[piece] = torch.linalg.vector_norm((first - second) / 2, dim=1).numpy()
             initial_power[part] = times * (scale * halves) ** 2
         return initial_power
 
@@ -277,16 +278,16 @@ class SampleCanaryRun(CanaryRun):
         assert rows is not None  # a canary client
         samples, labels = rows
         index, sizes = batches(e.seed, t, [client], [draw], [n], e.local)
-        taken, _ = picked(index, sizes, np.array([n]), e.local)
-        drawn = samples if taken[0] is None else samples[taken[0]]
+        sample_indices, _ = pick_rows(index, sizes, np.array([n]), e.local)
+        drawn_samples = samples if sample_indices[0] is None else samples[sample_indices[0]]
         steps = index.shape[1]
         std = float(_steps(self.plan).stds[client])
-        who = {"t": t, "client": client, "draw": draw, "std": std, "steps": steps}
-        noises = torch.from_numpy(self.trainer.noises(drawn, d=self.plan.d, **who))
+        arguments = {"t": t, "client": client, "draw": draw, "std": std, "steps": steps}
+        noises = torch.from_numpy(self.trainer.noises(drawn_samples, d=self.plan.d, **arguments))
         weights = self._weights(n)
         start = start.double()
         model = start.clone()
-        velocity, total, clipped = torch.zeros(3, len(start), dtype=torch.float64)
+        velocity, total, clipped_sum = torch.zeros(3, len(start), dtype=torch.float64)
         for step in range(steps):
             batch = index[0, step, : sizes[0]]
             gradient = torch.zeros_like(start)
@@ -295,37 +296,38 @@ class SampleCanaryRun(CanaryRun):
                 data = torch.from_numpy(samples[part]), torch.from_numpy(labels[part])
                 gradient += self.gradients(model.float(), *data).sum(0, dtype=torch.float64)
             gradient /= len(batch)
-            clipped += weights[step] * gradient
+            clipped_sum += weights[step] * gradient
             gradient += noises[step] + self.linear.decay * model + correction
             gradient += self.linear.proximal * (model - start)
             velocity = self.linear.momentum * velocity + gradient
             total += velocity
             model -= lr * velocity
-        return total, clipped
+        return total, clipped_sum
 
-    def spent(self) -> Mapping[str, float]:
-        return spent(self.plan, len(self.rounds))
+    def run_epsilons(self) -> Mapping[str, float]:
+        return max_epsilons(self.plan, len(self.rounds))
 
     def view(self, delta: float, confidence: float) -> observers.ObserverAudit:
         """The finding, against the smallest claim on the canary client that may have spent most."""
         claims, names, counts = _claims(self.plan, delta)
-        worst = int(self.canaries.clients[np.argmax(claims[self.canaries.clients])])
+        worst_client = int(self.canaries.clients[np.argmax(claims[self.canaries.clients])])
         steps = _steps(self.plan)
-        count = int(counts[worst])
-        claimed = Guarantee(
-            "rigorous", names[worst], steps.unit, "replace_one", Observer.UPDATES,
-            scope_of(steps, worst, count), float(claims[worst]), delta, steps.exclusions,
+        count = int(counts[worst_client])
+        claim = Guarantee(
+            "rigorous", names[worst_client], steps.unit, "replace_one", Observer.UPDATES,
+            scope_of(steps, worst_client, count), float(claims[worst_client]), delta,
+            steps.exclusions,
         )  # fmt: skip
         seed = self.experiment.seed
         scores = observers.visible(
             self.canaries.inside, self.product, self.power, True, seed, self._initial_power()
         )
-        n = int(steps.samples[worst])
+        n = int(steps.samples[worst_client])
         weights = self._weights(n)
         momentum = weights.sum() / np.linalg.norm(weights)
-        most = momentum * steps.bound / (n * steps.stds[worst]) * math.sqrt(count)
-        family = self._family(names[worst], counts)
-        return observers.view(scores, claimed, float(most), True, confidence, family)
+        exposure = momentum * steps.bound / (n * steps.stds[worst_client]) * math.sqrt(count)
+        family = self._family(names[worst_client], counts)
+        return observers.view(scores, claim, float(exposure), True, confidence, family)
 
     def _family(self, accountant: str, counts: np.ndarray) -> Family | None:
         """The clients' mechanisms, all together, at any noise; None: too many differ."""
@@ -336,60 +338,60 @@ class SampleCanaryRun(CanaryRun):
             return None
 
         def at(noise: float) -> tuple[TradeOffCurve, Callable[[float], float]]:
-            scaled = [(replace(event, mu=event.mu / noise), count) for event, count in pairs]
-            made = [named(accountant).tradeoff_of(*pair) for pair in scaled]
-            most = made[0]
-            if len(made) > 1:
-                most = TradeOff.sampled(lambda at: max(float(one.delta(at)) for one in made))
-            curve = named(accountant).curve
-            return observers.curve_of(most), lambda delta: max(
-                float(curve(event, delta, np.array([count]))[0]) for event, count in scaled
+            scaled_pairs = [(replace(event, mu=event.mu / noise), count) for event, count in pairs]
+            parts = [accountant_of(accountant).tradeoff_of(*pair) for pair in scaled_pairs]
+            tradeoff = parts[0]
+            if len(parts) > 1:
+                tradeoff = TradeOff.from_delta(lambda at: max(float(f.delta(at)) for f in parts))
+            curve = accountant_of(accountant).curve
+            return observers.curve_of(tradeoff), lambda delta: max(
+                float(curve(event, delta, np.array([count]))[0]) for event, count in scaled_pairs
             )
 
         return at
 
-    def least_deltas(self, claims: Sequence[Guarantee]) -> list[observers.Held]:
+    def delta_lower_bounds(self, claims: Sequence[Guarantee]) -> list[observers.ClaimDelta]:
         """The claims of single clients, with their least deltas: a sample is in a batch by chance,
         or in one batch of every whole epoch.
         """
         steps = _steps(self.plan)
         counts = _counts(self.plan)
-        held: list[observers.Held] = []
-        for claim in observers.smallest(claims):
+        deltas: list[observers.ClaimDelta] = []
+        for claim in observers.smallest_claims(claims):
             client = claim.sampling.client
             if client is None:
                 continue
             count, n = int(counts[client]), int(steps.samples[client])
             batch, times = int(steps.batches[client]), int(steps.client_steps[client])
             mu = 2 * steps.bound / (batch * float(steps.stds[client]))
-            drawn, rounds = presence(batch / n), count * times
+            chances, rounds = presence(batch / n), count * times
             if batch == n or steps.sampling != "fresh":
-                drawn, rounds = CERTAIN, count * max(1, times * batch // n)
-            held.append((claim, least_delta(claim.epsilon, mu, drawn, rounds)))
-        return held
+                chances, rounds = CERTAIN, count * max(1, times * batch // n)
+            deltas.append((claim, delta_lower_bound(claim.epsilon, mu, chances, rounds)))
+        return deltas
 
     def check_steps(self) -> Check:
         """That updates are those of a plain loop."""
-        t, client, far = max(self.replayed, key=lambda replay: replay[2])
-        same = far <= AGREES
-        if same:
-            finding = f"{len(self.replayed)} of {len(self.participations)} updates with canaries, "
-            finding += f"done again with the accounted noise, differ by {far:.1e} of their clipped "
+        t, client, gap = max(self.replays, key=lambda replay: replay[2])
+        is_same = gap <= AGREES
+        if is_same:
+            finding = f"{len(self.replays)} of {len(self.participations)} updates with canaries, "
+            finding += f"done again with the accounted noise, differ by {gap:.1e} of their clipped "
             finding += "gradients at most"
         else:
-            finding = f"the update of client {client} in round {t} differs by {far:.2g} of its "
+            finding = f"the update of client {client} in round {t} differs by {gap:.2g} of its "
             finding += "clipped gradients from what its steps and their accounted noise give"
-        return Check("steps", same, finding)
+        return Check("steps", is_same, finding)
 
     def unseen(self) -> tuple[str, ...]:
         """What is not looked at here, in words."""
-        others = len(self.plan.population) - len(self.canaries.clients)
-        left = len(self.participations) - len(self.replayed)
+        bystanders = len(self.plan.population) - len(self.canaries.clients)
+        skipped_updates = len(self.participations) - len(self.replays)
         detail = ["single steps, as updates alone are seen"]
-        if left:
-            detail.insert(0, f"those of {left} updates that were not done again")
-        if others:
-            detail.insert(0, f"the clipping and the noise of {others} clients without canaries")
+        if skipped_updates:
+            detail.insert(0, f"those of {skipped_updates} updates that were not done again")
+        if bystanders:
+            detail.insert(0, f"the clipping and the noise of {bystanders} clients without canaries")
         return tuple(detail)
 
 
@@ -411,11 +413,11 @@ class SampleGradients:
 
     def _loss(self, flat: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         parts = flat.split([shape.numel() for shape in self.shapes.values()])
-        named = {
+        parameters = {
             name: part.view(shape)
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
-        return self.task.loss(functional_call(self.module, named, (x[None],)), y[None])[0]
+        return self.task.loss(functional_call(self.module, parameters, (x[None],)), y[None])[0]
 
     def __call__(self, flat: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         try:
@@ -440,26 +442,26 @@ def run(
     """
     claims, _, counts = _claims(plan, delta)
     sizes = plan.population.sizes
-    noisy = _steps(plan).stds > 0
-    usable = np.flatnonzero((counts > 0) & np.isfinite(claims) & (claims > 0) & noisy)
-    order = usable[np.lexsort((-counts[usable], -claims[usable]))]
-    taken = order[: int(np.searchsorted(np.cumsum(sizes[order]), canaries)) + 1]
+    has_noise = _steps(plan).stds > 0
+    usable_clients = np.flatnonzero((counts > 0) & np.isfinite(claims) & (claims > 0) & has_noise)
+    order = usable_clients[np.lexsort((-counts[usable_clients], -claims[usable_clients]))]
+    canary_clients = order[: int(np.searchsorted(np.cumsum(sizes[order]), canaries)) + 1]
     rounds = plan.experiment.rounds
-    if sizes[taken].sum() < 10:
+    if sizes[canary_clients].sum() < 10:
         expected = "more: hardly any client with a budget takes part in them"
         raise ConfigError("rounds", rounds, expected)
-    planted = _planted(plan, taken)
-    return carried_out(partial(SampleCanaryRun, plan, canaries=planted), on_round, 0, rounds)
+    samples = _choose_canaries(plan, canary_clients)
+    return execute_run(partial(SampleCanaryRun, plan, canaries=samples), on_round, 0, rounds)
 
 
-def spent(plan: Plan, rounds: int) -> Mapping[str, float]:
+def max_epsilons(plan: Plan, rounds: int) -> Mapping[str, float]:
     """By accountant, the epsilon of the client that so many rounds cost most."""
     names = plan.experiment.accountants
     curves = LocalStepsReport(_steps(plan), names).curves(plan.draws(rounds))
     return {name: float(curves[name][-1]) for name in names}
 
 
-def _planted(plan: Plan, clients: np.ndarray) -> SampleCanaries:
+def _choose_canaries(plan: Plan, clients: np.ndarray) -> SampleCanaries:
     """The first canaries, of all that are tried, whose two gradients are about as far apart as any:
     half that distance is at least `WEAKEST` clip bounds.
     """
@@ -468,20 +470,20 @@ def _planted(plan: Plan, clients: np.ndarray) -> SampleCanaries:
     if shards.tokens or shards.target.shape:
         expected = "samples of numbers, with one class or number each, to audit local steps"
         raise ConfigError("data.kind", e.data.kind, expected)
-    reached = {}
+    ratios = {}
     for relabel in (False, True)[: 1 + (shards.classes > 1)]:
         for scale in SCALES.tolist():
-            tried = SampleCanaries(plan, np.sort(clients), scale, relabel)
-            flat = models.flatten(tried.gradients.module)
-            _, one, other = next(tried.pair_gradients(int(clients[0]), flat, 16))
-            distance = float(torch.linalg.vector_norm(one - other, dim=1).median())
-            reached[tried] = distance / (2 * tried.gradients.bound)
-    best = max(reached.values())
-    if not best >= WEAKEST:
+            candidate = SampleCanaries(plan, np.sort(clients), scale, relabel)
+            flat = models.flatten(candidate.gradients.module)
+            _, first, second = next(candidate.pair_gradients(int(clients[0]), flat, 16))
+            distance = float(torch.linalg.vector_norm(first - second, dim=1).median())
+            ratios[candidate] = distance / (2 * candidate.gradients.bound)
+    max_ratio = max(ratios.values())
+    if not max_ratio >= WEAKEST:
         expected = "one whose gradients random samples can pull about; or a smaller bounding.bound"
-        expected += f": those of a canary's two samples differ by {best:.2g} of the bound"
+        expected += f": those of a canary's two samples differ by {max_ratio:.2g} of the bound"
         raise ConfigError("model.kind", e.model.kind, expected)
-    return next(tried for tried, share in reached.items() if share >= 0.9 * best)
+    return next(candidate for candidate, ratio in ratios.items() if ratio >= 0.9 * max_ratio)
 
 
 def _steps(plan: Plan) -> LocalSteps:
@@ -491,8 +493,8 @@ def _steps(plan: Plan) -> LocalSteps:
 
 def _counts(plan: Plan) -> np.ndarray:
     """How often clients are drawn in the whole run, int64 [N]."""
-    drawn = np.concatenate(plan.draws(plan.experiment.rounds))
-    return np.bincount(drawn, minlength=len(plan.population))
+    drawn_clients = np.concatenate(plan.draws(plan.experiment.rounds))
+    return np.bincount(drawn_clients, minlength=len(plan.population))
 
 
 def _claims(plan: Plan, delta: float) -> tuple[np.ndarray, list[str], np.ndarray]:
@@ -502,5 +504,5 @@ def _claims(plan: Plan, delta: float) -> tuple[np.ndarray, list[str], np.ndarray
     counts = _counts(plan)
     names = rigorous(plan.experiment.privacy.accountants)
     report = LocalStepsReport(replace(_steps(plan), delta=delta), names)
-    spent = np.stack([report.epsilons(name, counts) for name in names])
-    return spent.min(0), [names[place] for place in spent.argmin(0).tolist()], counts
+    epsilons = np.stack([report.epsilons(name, counts) for name in names])
+    return epsilons.min(0), [names[place] for place in epsilons.argmin(0).tolist()], counts

@@ -19,12 +19,12 @@ from raydpfl.audit.bounds import (
     TradeOffCurve,
     curve_bound,
     gaussian_curve,
-    guesses_for,
     one_run_bound,
     one_shot,
+    optimal_guess_count,
 )
-from raydpfl.audit.client_canaries import ClientCanaryRun, on_sums
-from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
+from raydpfl.audit.client_canaries import ClientCanaryRun, sum_mechanism
+from raydpfl.audit.privacy_curve import CERTAIN, delta_lower_bound, presence
 from raydpfl.config.user_classes import is_user_defined
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
@@ -44,7 +44,7 @@ from raydpfl.privacy.observers import views as observers
 from raydpfl.simulation.plan import Plan
 
 # a claim, and the least delta that the mechanism has at its epsilon; None: unknown
-Held: TypeAlias = tuple[Guarantee, float | None]
+ClaimDelta: TypeAlias = tuple[Guarantee, float | None]
 
 EXCEEDS = 4.0  # standard errors by which an estimate must pass the claim to speak against it
 FALSE_ALARM = 3.2e-5  # how often chance alone takes a sound run there
@@ -58,7 +58,7 @@ class Scores:
     evidence: np.ndarray  # log-likelihood ratio, inside against outside
     statistics: np.ndarray  # N(0, 1) for a canary that is not there
     shifts: np.ndarray  # by how much one that is there should move it
-    imagined: np.ndarray  # the evidence on as many canaries that are simulated by the claim
+    simulated_evidence: np.ndarray  # the evidence on as many canaries, simulated by the claim
 
 
 def visible(
@@ -76,14 +76,14 @@ def visible(
     shifts = np.sqrt(power)
     generator, signs = _worlds(seed, len(inside), mirrored)
     initial_power = power if initial_power is None else initial_power
-    imagined = (
+    simulated_product = (
         np.sqrt(initial_power) * generator.standard_normal(len(signs)) + signs * initial_power
     )
-    evidence, simulated = (
-        2 * seen if mirrored else seen - shifts**2 / 2 for seen in (product, imagined)
+    evidence, simulated_evidence = (
+        2 * row if mirrored else row - shifts**2 / 2 for row in (product, simulated_product)
     )
     statistics = np.divide(product, shifts, out=np.zeros_like(product), where=shifts > 0)
-    return Scores(inside, evidence, statistics, shifts, simulated)
+    return Scores(inside, evidence, statistics, shifts, simulated_evidence)
 
 
 def hidden(
@@ -95,17 +95,17 @@ def hidden(
 
     def evidence(scores: np.ndarray) -> np.ndarray:
         def ratio(sign: float) -> np.ndarray:
-            there = sign * a * scores - a**2 / 2
-            return np.logaddexp(math.log1p(-q), math.log(q) + there) if q < 1 else there
+            log_ratio = sign * a * scores - a**2 / 2
+            return np.logaddexp(math.log1p(-q), math.log(q) + log_ratio) if q < 1 else log_ratio
 
         return (ratio(1.0) - (ratio(-1.0) if mirrored else 0.0)).sum(1)
 
     generator, signs = _worlds(seed, len(inside), mirrored)
-    there = signs[:, None] * (generator.random(a.shape) < q)
-    imagined = generator.standard_normal(a.shape) + there * a
+    simulated_presence = signs[:, None] * (generator.random(a.shape) < q)
+    simulated_scores = generator.standard_normal(a.shape) + simulated_presence * a
     power = np.sqrt((a**2).sum(1))
     statistics = (a * scores).sum(1) / power
-    return Scores(inside, evidence(scores), statistics, q * power, evidence(imagined))
+    return Scores(inside, evidence(scores), statistics, q * power, evidence(simulated_scores))
 
 
 def _worlds(seed: int, m: int, mirrored: bool) -> tuple[np.random.Generator, np.ndarray]:
@@ -164,48 +164,48 @@ class ObserverAudit:
         }
 
 
-def of_runs(
+def audit_observers(
     plan: Plan, runs: Sequence[ClientCanaryRun], delta: float, confidence: float
 ) -> list[ObserverAudit]:
     """A view for every rigorous guarantee of a run, of the smallest epsilon at `delta`."""
     names = rigorous(plan.experiment.privacy.accountants)
     relation = plan.experiment.relation
     views = []
-    for seen in observers(on_sums(plan), relation, *_most(runs)):
+    for case in observers(sum_mechanism(plan), relation, *_max_counts(runs)):
         # none where no accountant covers it
-        spent = {
-            name: epsilon(seen.mechanism, seen.relation, delta, seen.rounds, name)
+        epsilons = {
+            name: epsilon(case.mechanism, case.relation, delta, case.rounds, name)
             for name in names
-            if seen.rounds and not covers(name, seen.mechanism, seen.relation)
+            if case.rounds and not covers(name, case.mechanism, case.relation)
         }
-        if not spent:
+        if not epsilons:
             continue
-        name = min(spent, key=spent.__getitem__)
-        mechanism = seen.mechanism
+        name = min(epsilons, key=epsilons.__getitem__)
+        mechanism = case.mechanism
         q = mechanism.sampling.q if mechanism.sampling.hidden else None
-        parts = [_scores(run, q, seen.observer is Observer.UPDATES) for run in runs]
+        parts = [_scores(run, q, case.observer is Observer.UPDATES) for run in runs]
         columns = ([getattr(part, field.name) for part in parts] for field in fields(Scores))
         # by how much the client of the claim should move its statistic
         updates = mechanism.queries[0]
         # of the rounds with least noise
-        factors = sorted(mechanism.factors or [1.0] * seen.rounds)[: seen.rounds]
-        worst = (1.0 if q is None else q) * updates.bound / updates.std
-        worst *= math.sqrt(sum(factor**-2 for factor in factors))
+        factors = sorted(mechanism.factors or [1.0] * case.rounds)[: case.rounds]
+        exposure = (1.0 if q is None else q) * updates.bound / updates.std
+        exposure *= math.sqrt(sum(factor**-2 for factor in factors))
         scores = Scores(*map(np.concatenate, columns))
-        claimed = seen.guarantee(name, spent[name], delta)
-        mirrored = seen.relation == "replace_one"
-        views.append(view(scores, claimed, worst, mirrored, confidence, _family(seen, name)))
+        claim = case.guarantee(name, epsilons[name], delta)
+        mirrored = case.relation == "replace_one"
+        views.append(view(scores, claim, exposure, mirrored, confidence, _family(case, name)))
     return views
 
 
-def _family(seen: ObserverView, accountant: str) -> Family:
+def _family(case: ObserverView, accountant: str) -> Family:
     """The mechanism that an observer sees, at any noise."""
 
     def at(noise: float) -> tuple[TradeOffCurve, Callable[[float], float]]:
-        mechanism = seen.mechanism.with_noise(seen.mechanism.noise_multiplier * noise)
-        facts = (mechanism, seen.relation)
-        return curve_of(tradeoff(*facts, seen.rounds, accountant)), lambda delta: epsilon(
-            *facts, delta, seen.rounds, accountant
+        mechanism = case.mechanism.with_noise(case.mechanism.noise_multiplier * noise)
+        facts = (mechanism, case.relation)
+        return curve_of(tradeoff(*facts, case.rounds, accountant)), lambda delta: epsilon(
+            *facts, delta, case.rounds, accountant
         )
 
     return at
@@ -218,76 +218,78 @@ def curve_of(tradeoff: TradeOff) -> TradeOffCurve:
     return lambda rate: float(tradeoff.false_negatives(rate))
 
 
-def least_deltas(runs: Sequence[ClientCanaryRun], views: Sequence[ObserverAudit]) -> list[Held]:
+def delta_lower_bounds(
+    runs: Sequence[ClientCanaryRun], views: Sequence[ObserverAudit]
+) -> list[ClaimDelta]:
     """What views claim of all runs, and what single runs print, with the least deltas."""
-    held = []
-    printed = [(list(run.printed), [run]) for run in runs]
-    for claims, some in [([view.claimed for view in views], list(runs)), *printed]:
-        rounds, most = _most(some)
-        for claim in smallest(claims):
-            times = most if claim.sampling.participations else rounds
-            held.append((claim, _least(some[0].plan, claim, times)))
-    return held
+    claim_deltas = []
+    printed_claims = [(list(run.printed), [run]) for run in runs]
+    for claims, claim_runs in [([view.claimed for view in views], list(runs)), *printed_claims]:
+        rounds, max_participations = _max_counts(claim_runs)
+        for claim in smallest_claims(claims):
+            times = max_participations if claim.sampling.participations else rounds
+            claim_deltas.append((claim, _claim_delta_bound(claim_runs[0].plan, claim, times)))
+    return claim_deltas
 
 
-def _most(runs: Sequence[ClientCanaryRun]) -> tuple[int, int]:
+def _max_counts(runs: Sequence[ClientCanaryRun]) -> tuple[int, int]:
     """The most rounds that any run composes, and that any client was in."""
     rounds = max(int(run.plan.composed_rounds[len(run.rounds) - 1]) for run in runs)
     return rounds, max((times for run in runs for times in run.counts.values()), default=0)
 
 
-def smallest(claims: Sequence[Guarantee]) -> list[Guarantee]:
+def smallest_claims(claims: Sequence[Guarantee]) -> list[Guarantee]:
     """Of claims that differ in their epsilons alone the smallest; formulas are left out."""
-    alike: dict[tuple, Guarantee] = {}
+    unique_claims: dict[tuple, Guarantee] = {}
     for claim in sorted(claims, key=lambda claim: claim.epsilon):
         if not claim.formula and math.isfinite(claim.epsilon):
             key = (claim.observer, claim.sampling, claim.relation, claim.delta)
-            alike.setdefault(key, claim)
-    return list(alike.values())
+            unique_claims.setdefault(key, claim)
+    return list(unique_claims.values())
 
 
-def _least(plan: Plan, claimed: Guarantee, times: int) -> float | None:
+def _claim_delta_bound(plan: Plan, claim: Guarantee, times: int) -> float | None:
     """The least delta at the epsilon of a claim about `times` rounds of a client, or all rounds;
     None where its rounds depend on each other, it may be drawn several times by a user-defined
     sampling scheme, or what is claimed is no Gaussian of the same size for all.
     """
-    updates = on_sums(plan)
+    updates = sum_mechanism(plan)
     noise = plan.experiment.noise
-    single = claimed.observer is Observer.UPDATES
+    is_single = claim.observer is Observer.UPDATES
     deltas = [query.bound / query.std for query in updates.queries]
-    if single:  # of a sum each client draws its part
+    if is_single:  # of a sum each client draws its part
         stds = [noise.client_std(query.std, plan.clients_left) for query in updates.sums]
         deltas = [query.bound / std for query, std in zip(updates.sums, stds, strict=True)]
         deltas += [query.bound / query.std for query in updates.queries if query.per_client]
     # in the round with most noise
-    deltas = [moved / max(updates.factors, default=1.0) for moved in deltas]
-    mu = (2 if claimed.relation == "replace_one" else 1) * math.sqrt(sum(x * x for x in deltas))
+    deltas = [sensitivity / max(updates.factors, default=1.0) for sensitivity in deltas]
+    mu = (2 if claim.relation == "replace_one" else 1) * math.sqrt(sum(x * x for x in deltas))
     sampling = updates.sampling
-    hidden = not single and claimed.sampling.knows == "cohort hidden"
-    truncated = sampling.size_secret and sampling.coins is None
+    is_hidden = not is_single and claim.sampling.knows == "cohort hidden"
+    is_truncated = sampling.size_secret and sampling.coins is None
     if (
         updates.integer
         or updates.laplace
         or plan.individual
-        or (hidden and (updates.squares or truncated))
+        or (is_hidden and (updates.squares or is_truncated))
     ):
         return None
-    if not hidden:
-        amount = float(updates.event(plan.experiment.relation).amounting(times))
-        return least_delta(claimed.epsilon, mu, CERTAIN, amount)
-    if sampling.coins is not None and claimed.relation == "replace_one":
+    if not is_hidden:
+        amount = float(updates.event(plan.experiment.relation).effective_counts(times))
+        return delta_lower_bound(claim.epsilon, mu, CERTAIN, amount)
+    if sampling.coins is not None and claim.relation == "replace_one":
         mu /= 2  # by one that sends nothing: whether it is there is a coin's matter, too
     if sampling.epoch or (sampling.repeats and is_user_defined(type(sampling.scheme))):
         return None
-    drawn = presence(sampling.q)
+    draw_probabilities = presence(sampling.q)
     if sampling.repeats:
-        drawn = presence(1 / sampling.population, sampling.cohort)
-    return least_delta(claimed.epsilon, mu, drawn, times)
+        draw_probabilities = presence(1 / sampling.population, sampling.cohort)
+    return delta_lower_bound(claim.epsilon, mu, draw_probabilities, times)
 
 
 def view(
     scores: Scores,
-    claimed: Guarantee,
+    claim: Guarantee,
     worst: float,
     mirrored: bool,
     confidence: float,
@@ -300,21 +302,21 @@ def view(
         family: the claimed trade-off curve at any noise; None: it is not looked at.
     """
     m = len(scores.inside)
-    guesses = guesses_for(scores.imagined, m, claimed.delta, confidence)
+    guesses = optimal_guess_count(scores.simulated_evidence, m, claim.delta, confidence)
     order = np.argsort(-np.abs(scores.evidence), kind="stable")[:guesses]
-    right = int(((scores.evidence > 0) == scores.inside)[order].sum())
-    guessed = (m, guesses, right, claimed.delta, confidence)
-    lower = one_run_bound(*guessed)
-    lower_of_curve = None if family is None else curve_bound(*guessed, family, 1e-4)
-    there = scores.shifts > 0
-    if not (there & scores.inside).any():
+    hits = int(((scores.evidence > 0) == scores.inside)[order].sum())
+    bound_arguments = (m, guesses, hits, claim.delta, confidence)
+    lower = one_run_bound(*bound_arguments)
+    lower_of_curve = None if family is None else curve_bound(*bound_arguments, family, 1e-4)
+    is_present = scores.shifts > 0
+    if not (is_present & scores.inside).any():
         expected = "more of them, or more rounds: no canary took part in the run"
         raise ConfigError("canaries", m, expected)
-    statistics = scores.statistics[there]
-    inside = scores.inside[there]
-    estimate = one_shot(statistics, scores.shifts[there], inside, mirrored, worst, claimed.delta)
+    statistics = scores.statistics[is_present]
+    inside = scores.inside[is_present]
+    estimate = one_shot(statistics, scores.shifts[is_present], inside, mirrored, worst, claim.delta)
     return ObserverAudit(
-        claimed, m, guesses, right, lower, lower_of_curve, confidence, estimate, statistics, inside
+        claim, m, guesses, hits, lower, lower_of_curve, confidence, estimate, statistics, inside
     )
 
 
@@ -328,17 +330,17 @@ def _scores(run: ClientCanaryRun, q: float | None, single: bool) -> Scores:
         # where it is public that a canary can be in the cohort
         selection = run.experiment.selection
         rounds = range(run.experiment.rounds)
-        open_to = [selection.open_to(canaries.clients, t) for t in rounds]
-        a = run.amplitudes * np.stack(open_to, axis=1)
-        return hidden(canaries.inside, _whitened(run, run.scores, True), a, q, *worlds)
+        eligibility = [selection.open_to(canaries.clients, t) for t in rounds]
+        a = run.amplitudes * np.stack(eligibility, axis=1)
+        return hidden(canaries.inside, _whiten_rows(run, run.scores, True), a, q, *worlds)
     if single:
         return visible(canaries.inside, run.single, run.single_power, *worlds)
-    pattern = _whitened(run, run.times * run.amplitudes)
+    pattern = _whiten_rows(run, run.times * run.amplitudes)
     product = (pattern * run.scores).sum(1)
     return visible(canaries.inside, product, (pattern**2).sum(1), *worlds)
 
 
-def _whitened(run: ClientCanaryRun, rows: np.ndarray, adjoint: bool = False) -> np.ndarray:
+def _whiten_rows(run: ClientCanaryRun, rows: np.ndarray, adjoint: bool = False) -> np.ndarray:
     """C x for every row x of float64 [k, T]: what a participation adds to the whitened sums of its
     round and those after it. `adjoint`: C^T x, all that whitened sums x say about a participation.
     """

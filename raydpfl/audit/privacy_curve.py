@@ -7,8 +7,8 @@ sup_A P(A) - e^epsilon Q(A) over the rounds, and the same with P and Q exchanged
 with a hidden cohort of fixed size it may be a tenth below the accountants, who count both
 directions at once.
 
->>> once = least_delta(4.377, 1.0, CERTAIN, 1)  # exact: Balle and Wang 2018
->>> poisson = least_delta(2.1246, 1.0, presence(0.01), 1000)  # 1e-6 by the accountants
+>>> once = delta_lower_bound(4.377, 1.0, CERTAIN, 1)  # exact: Balle and Wang 2018
+>>> poisson = delta_lower_bound(2.1246, 1.0, presence(0.01), 1000)  # 1e-6 by the accountants
 >>> f"{once:.3g} {poisson:.2g}"
 '1e-05 7.4e-07'
 """
@@ -35,30 +35,32 @@ CERTAIN: tuple[float, ...] = (0.0, 1.0)  # `presence` of a client in every cohor
 
 def presence(q: float, draws: int = 1) -> tuple[float, ...]:
     """The probabilities that a client comes up 0, 1, ... times in `draws` draws."""
-    most = int(binom.isf(1e-12, draws, q)) + 1
-    pmf = binom.pmf(np.arange(min(most, draws) + 1), draws, q)
+    max_draws = int(binom.isf(1e-12, draws, q)) + 1
+    pmf = binom.pmf(np.arange(min(max_draws, draws) + 1), draws, q)
     return tuple((pmf / pmf.sum()).tolist())
 
 
 @lru_cache(maxsize=256)
-def least_delta(epsilon: float, mu: float, presence: tuple[float, ...], rounds: float) -> float:
+def delta_lower_bound(
+    epsilon: float, mu: float, presence: tuple[float, ...], rounds: float
+) -> float:
     """The least delta, from 0 to 1, at `epsilon` >= 0 of a mechanism that contains `rounds` rounds
     of mu = sensitivity / std in which the client is drawn 0, 1, ... times with the probabilities
     `presence`; below the true delta of the pair by some per mille of epsilon at most. Where it is
     in all of them, `rounds` may be no whole number.
     """
     if presence == CERTAIN:
-        whole = mu * math.sqrt(rounds)  # one Gaussian: Balle and Wang 2018, Theorem 8
-        above = log_ndtr(whole / 2 - epsilon / whole)
-        below = epsilon + log_ndtr(-whole / 2 - epsilon / whole)
-        return float(-math.exp(above) * math.expm1(min(below - above, 0.0)))
-    return max(_composed(epsilon, mu, presence, int(rounds), forward) for forward in (True, False))
+        total_mu = mu * math.sqrt(rounds)  # one Gaussian: Balle and Wang 2018, Theorem 8
+        log_p = log_ndtr(total_mu / 2 - epsilon / total_mu)
+        log_q = epsilon + log_ndtr(-total_mu / 2 - epsilon / total_mu)
+        return float(-math.exp(log_p) * math.expm1(min(log_q - log_p, 0.0)))
+    return max(_delta(epsilon, mu, presence, int(rounds), forward) for forward in (True, False))
 
 
-def _composed(
+def _delta(
     epsilon: float, mu: float, presence: tuple[float, ...], rounds: int, forward: bool
 ) -> float:
-    """As `least_delta`, of P against Q (`forward`), or of Q against P."""
+    """As `delta_lower_bound`, of P against Q (`forward`), or of Q against P."""
     times = np.flatnonzero(presence)
     weights = np.array(presence)[times]
     x = np.linspace(-_FAR, _FAR + times[-1] * mu, _CELLS)
@@ -69,29 +71,29 @@ def _composed(
         x, loss = x[::-1], -loss[::-1]
     step = max(_GAP * max(epsilon, 0.1) / rounds, (loss[-1] - loss[0]) / _CELLS)
     while True:
-        first = math.floor(loss[0] / step)
-        grid = step * np.arange(first, math.ceil(loss[-1] / step) + 1)
-        at = np.interp(grid, loss, x)
-        below = sum(w * ndtr(at - k * mu * forward) for k, w in zip(times, weights, strict=True))
-        masses = np.abs(np.diff(below))  # of the losses from one grid point up to the next
+        first_index = math.floor(loss[0] / step)
+        grid = step * np.arange(first_index, math.ceil(loss[-1] / step) + 1)
+        points = np.interp(grid, loss, x)
+        cdf = sum(w * ndtr(points - k * mu * forward) for k, w in zip(times, weights, strict=True))
+        masses = np.abs(np.diff(cdf))  # of the losses from one grid point up to the next
         low, high = _window(grid[:-1], masses, rounds)
         if (high - low) / step < _POINTS:
             break
         step *= 2 * (high - low) / step / _POINTS
     size = next_fast_len(int((high - low) / step) + 2, real=True)
-    places = (first + np.arange(len(masses))) % size
-    composed = irfft(rfft(np.bincount(places, masses, size)) ** rounds, size)
-    over = np.arange(math.floor(epsilon / step) + 1, math.floor(high / step) + 1)
-    mass = -np.expm1(epsilon - step * over)
-    return max(0.0, float(composed[over % size] @ mass) - _ERROR)
+    places = (first_index + np.arange(len(masses))) % size
+    composed_masses = irfft(rfft(np.bincount(places, masses, size)) ** rounds, size)
+    tail_indices = np.arange(math.floor(epsilon / step) + 1, math.floor(high / step) + 1)
+    mass = -np.expm1(epsilon - step * tail_indices)
+    return max(0.0, float(composed_masses[tail_indices % size] @ mass) - _ERROR)
 
 
 def _window(losses: np.ndarray, masses: np.ndarray, rounds: int) -> tuple[float, float]:
     """Numbers that a sum of losses is between, but for a mass of `_LOST` on either side."""
-    there = masses > 0
-    logs = np.log(masses[there])
+    is_positive = masses > 0
+    logs = np.log(masses[is_positive])
     ends = []
     for sign in (-1, 1):
-        moments = logsumexp(logs + sign * _ORDERS[:, None] * losses[there], axis=1)
+        moments = logsumexp(logs + sign * _ORDERS[:, None] * losses[is_positive], axis=1)
         ends.append(sign * float(((rounds * moments - math.log(_LOST)) / _ORDERS).min()))
     return ends[0], ends[1]

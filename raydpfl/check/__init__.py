@@ -5,10 +5,10 @@ and sensitivity for hostile vectors, the same bits however a run is carried out,
 the declared sampling schemes, the epsilon of what is released, config and checkpoint round trips.
 For the members that come with the project, the tests do the same.
 
->>> found = check("bounding:clip")
->>> all(clause.kept for clause in found)
+>>> clauses = check("bounding:clip")
+>>> all(clause.kept for clause in clauses)
 True
->>> [clause.name for clause in found][:4]
+>>> [clause.name for clause in clauses][:4]
 ['example', 'fits', 'config round trip', 'refusals']
 >>> check("nothing")
 Traceback (most recent call last):
@@ -51,8 +51,8 @@ from raydpfl.check import (
     weights,
 )
 from raydpfl.check.claims import Claims
-from raydpfl.check.contract import Clause, Look, clauses_of, looked_at
-from raydpfl.check.example import AROUND, SECTIONS, Example, arounds, examples_of
+from raydpfl.check.contract import Clause, ClauseFunction, check_clause, clauses_of
+from raydpfl.check.example import BASE_CONFIG, SECTIONS, Example, base_sections, examples_of
 from raydpfl.config import user_classes
 from raydpfl.config.registry import load, user_class
 from raydpfl.errors import ConfigError
@@ -118,13 +118,13 @@ def check(
             member's own section change its examples.
         on_clause: is given each as soon as it is known.
     """
-    section, cls, path = resolved(target)
+    section, cls, path = resolve_member(target)
     clauses: list[Clause] = []
-    for clause, case, example in _looks(section, cls, path, tuple(overrides)):
-        done = looked_at(clause, case, example)
-        if done is not None:
-            clauses.append(done)
-            on_clause(done)
+    for clause, case, example in _clause_cases(section, cls, path, tuple(overrides)):
+        verdict = check_clause(clause, case, example)
+        if verdict is not None:
+            clauses.append(verdict)
+            on_clause(verdict)
     return clauses
 
 
@@ -137,7 +137,7 @@ def members_of() -> Iterator[str]:
                 yield f"{section}:{kind}"
 
 
-def resolved(target: str | type) -> tuple[str, type, str]:
+def resolve_member(target: str | type) -> tuple[str, type, str]:
     """The family of a member, its class, and what a config names it by. Raises `ConfigError`."""
     cls = target
     path = ""
@@ -156,8 +156,8 @@ def resolved(target: str | type) -> tuple[str, type, str]:
     section = ""
     if isinstance(cls, type):
         bases = BASES.items()
-        derived = (name for name, base in bases if issubclass(cls, base) and cls is not base)
-        section = next(derived, "")
+        section_names = (name for name, base in bases if issubclass(cls, base) and cls is not base)
+        section = next(section_names, "")
     if not section:
         names = [f"{one.__module__.removesuffix('.base')}.{one.__name__}" for one in BASES.values()]
         expected = f"a class derived from one of {', '.join(names)}"
@@ -168,7 +168,8 @@ def resolved(target: str | type) -> tuple[str, type, str]:
             return section, cls, kind
     path = path or f"{cls.__module__}:{cls.__qualname__}"
     if section in SECTIONS:
-        user_classes.complete(user_class(path, section, BASES[section]), section, path)
+        member_class: type = user_class(path, section, BASES[section])
+        user_classes.check_required_methods(member_class, section, path)
     return section, cls, path
 
 
@@ -182,9 +183,9 @@ def _built_in(name: str) -> tuple[str, type, str] | None:
     return (matches[0], BUILT_IN[matches[0]][kind], kind) if matches else None
 
 
-def _looks(
+def _clause_cases(
     section: str, cls: Any, path: str, overrides: tuple[str, ...]
-) -> Iterator[tuple[Look, Any, str]]:
+) -> Iterator[tuple[ClauseFunction, Any, str]]:
     """Every clause, the case that it is looked at in, and the case in words."""
     modules = CONTRACT[section]
     cases: list[tuple[Any, Mapping[str, Any]]]
@@ -203,17 +204,17 @@ def _looks(
     else:
         cases = [(cls(), {})]
     for case, fields in cases:
-        words = ", ".join(f"{name}={value}" for name, value in fields.items())
-        yield from ((clause, case, words) for clause in clauses_of(*modules))
+        settings = ", ".join(f"{name}={value}" for name, value in fields.items())
+        yield from ((clause, case, settings) for clause in clauses_of(*modules))
 
 
 def _examples(section: str, cls: type, path: str, overrides: tuple[str, ...]) -> list[Example]:
     """The examples of a member, each valid, in the experiments around it."""
-    mine = [text for text in overrides if text.startswith(f"{section}.")]
-    around = tuple(text for text in overrides if text not in mine)
-    _possible(around, section)
+    own_overrides = [text for text in overrides if text.startswith(f"{section}.")]
+    outer_overrides = tuple(text for text in overrides if text not in own_overrides)
+    _check_overrides(outer_overrides, section)
     cases = [
-        Example(section, overridden({section: example}, mine)[section], around)
+        Example(section, overridden({section: example}, own_overrides)[section], outer_overrides)
         for example in examples_of(cls, section, path)
     ]
     for case in cases:
@@ -225,34 +226,34 @@ def _examples(section: str, cls: type, path: str, overrides: tuple[str, ...]) ->
     return cases
 
 
-def _possible(overrides: tuple[str, ...], section: str) -> None:
+def _check_overrides(overrides: tuple[str, ...], section: str) -> None:
     """Raises `ConfigError` for overrides that no experiment takes."""
-    first = None
-    for around in arounds(section):
+    first_error = None
+    for sections in base_sections(section):
         try:
-            Experiment.from_dict(overridden({**AROUND, **around}, overrides))
+            Experiment.from_dict(overridden({**BASE_CONFIG, **sections}, overrides))
             return
         except ConfigError as error:
-            first = first or error
-    assert first is not None
-    raise first
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error
 
 
 def render(clauses: Sequence[Clause], columns: int = 1 << 20) -> str:
     """A table of the clauses, one a line, under each example. Findings are wrapped at words."""
     width = max(len(clause.name) for clause in clauses)
     words = {True: "kept", False: "BROKEN", None: "not tried"}
-    wide = max(6, *(len(words[clause.kept]) for clause in clauses))
-    indent = " " * (6 + wide + width)
+    pad = max(6, *(len(words[clause.kept]) for clause in clauses))
+    indent = " " * (6 + pad + width)
     lines = []
-    for example, some in groupby(clauses, lambda clause: clause.example):
+    for example, group in groupby(clauses, lambda clause: clause.example):
         lines.append(f"{example or 'no fields set'}:")
-        for clause in some:
-            line = f"  {words[clause.kept]:{wide}}  {clause.name:{width}}  {clause.finding}"
+        for clause in group:
+            line = f"  {words[clause.kept]:{pad}}  {clause.name:{width}}  {clause.finding}"
             lines += [
                 textwrap.fill(t, columns, subsequent_indent=indent) for t in line.splitlines()
             ]
-    seen = Counter(clause.kept for clause in clauses)
-    untried = f", {seen[None]} not tried" if seen[None] else ""
-    lines.append(f"{seen[True]} of {len(clauses)} clauses are kept{untried}")
+    verdict_counts = Counter(clause.kept for clause in clauses)
+    untried_note = f", {verdict_counts[None]} not tried" if verdict_counts[None] else ""
+    lines.append(f"{verdict_counts[True]} of {len(clauses)} clauses are kept{untried_note}")
     return "\n".join(lines)

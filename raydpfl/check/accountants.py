@@ -21,31 +21,31 @@ SAMPLINGS = (
 def covers(case: Claims) -> str:
     """It says in words what it does not cover."""
     (accountant,) = case.accountants
-    covered = 0
+    covered_count = 0
     for mechanism, relation in product(case.mechanisms(), RELATIONS):
         reason = accountant.covers(mechanism, relation)
-        wrong = f"covers gives {reason!r} for {mechanism.sampling} under {relation}"
-        hold(reason is None or (isinstance(reason, str) and reason), wrong)
-        covered += reason is None
-    hold(covered, "it covers nothing")
-    return f"{covered} of {len(SAMPLINGS) * len(RELATIONS)} combinations"
+        message = f"covers gives {reason!r} for {mechanism.sampling} under {relation}"
+        hold(reason is None or (isinstance(reason, str) and reason), message)
+        covered_count += reason is None
+    hold(covered_count, "it covers nothing")
+    return f"{covered_count} of {len(SAMPLINGS) * len(RELATIONS)} combinations"
 
 
 def surveys(case: Claims) -> str:
     """A rigorous accountant counts what all clients are asked for next to the rounds."""
     if not case.accountants[0].rigorous:
         return "a formula as printed: no guarantee"
-    looked = 0
+    combination_count = 0
     survey = Survey("score", 1.0, times=1)
     for accountant, mechanism, relation, words in case.covered(4.0):
-        asking = replace(mechanism, survey=survey)
-        if accountant.covers(asking, relation):
+        survey_mechanism = replace(mechanism, survey=survey)
+        if accountant.covers(survey_mechanism, relation):
             continue
-        claimed = accountant.delta(asking, relation, 1.0, ROUNDS, V)
-        alone = float(gaussian_delta(1.0, survey.mu(relation)))
-        rounds = accountant.delta(mechanism, relation, 1.0, ROUNDS, V)
-        wrong = f"{words}: with a survey delta {claimed:.4g} at epsilon 1, where it alone has "
-        wrong += f"{alone:.4g}, and the rounds {rounds:.4g}"
-        hold(claimed >= max(alone, rounds) * (1 - 1e-4) - 1e-9, wrong)
-        looked += 1
-    return f"of {looked} combinations"
+        claim = accountant.delta(survey_mechanism, relation, 1.0, ROUNDS, V)
+        survey_delta = float(gaussian_delta(1.0, survey.mu(relation)))
+        rounds_delta = accountant.delta(mechanism, relation, 1.0, ROUNDS, V)
+        message = f"{words}: with a survey delta {claim:.4g} at epsilon 1, where it alone has "
+        message += f"{survey_delta:.4g}, and the rounds {rounds_delta:.4g}"
+        hold(claim >= max(survey_delta, rounds_delta) * (1 - 1e-4) - 1e-9, message)
+        combination_count += 1
+    return f"of {combination_count} combinations"

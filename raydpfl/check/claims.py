@@ -60,7 +60,7 @@ class Claims:
 
 
 @dataclass(frozen=True)
-class Lone:
+class LoneClient:
     """One round in which a single client alone moves the sum: two densities on a line."""
 
     p: np.ndarray  # float64 [points], with the client's data
@@ -68,7 +68,7 @@ class Lone:
     step: float
 
     @classmethod
-    def of(cls, sampling: Sampling, relation: Relation, mu: float) -> Lone:
+    def of(cls, sampling: Sampling, relation: Relation, mu: float) -> LoneClient:
         """Under a relation; `mu` is sensitivity over std."""
         times, chances = _times(sampling)
         x = np.linspace(-mu * times[-1] - 9, mu * times[-1] + 9, POINTS)
@@ -110,8 +110,8 @@ class Lone:
     @cached_property
     def _logs(self) -> tuple[np.ndarray, np.ndarray]:
         """Of both densities, where there is something of both."""
-        here = (self.p > 1e-280) & (self.q > 1e-280)
-        return np.log(self.p[here]), np.log(self.q[here])
+        support = (self.p > 1e-280) & (self.q > 1e-280)
+        return np.log(self.p[support]), np.log(self.q[support])
 
 
 def _times(sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
@@ -125,47 +125,47 @@ def _times(sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
     return times, binom.pmf(times, sampling.cohort, chance)
 
 
-def no_more_private_than_a_lone_client(case: Claims) -> str:
+def lone_client_bound(case: Claims) -> str:
     """No delta that is claimed is below that of a client who alone moves the sum."""
-    looked = 0
+    delta_count = 0
     for z in NOISE:
         for accountant, mechanism, relation, words in case.covered(z):
-            lone = Lone.of(mechanism.sampling, relation, mechanism.mu(relation))
+            lone = LoneClient.of(mechanism.sampling, relation, mechanism.mu(relation))
             for epsilon in EPSILONS if accountant.rigorous else ():
-                claimed = accountant.delta(mechanism, relation, epsilon, 1, V)
-                least = lone.delta(epsilon)
-                wrong = f"{words} with noise {z:g}: delta {claimed:.4g} at epsilon {epsilon:g}"
-                wrong += f" for a round; a lone client has {least:.4g}"
-                hold(claimed >= least * (1 - 1e-4) - 1e-9, wrong)
-                looked += 1
-    return f"{looked} values of delta held against an integral"
+                claim = accountant.delta(mechanism, relation, epsilon, 1, V)
+                lone_delta = lone.delta(epsilon)
+                message = f"{words} with noise {z:g}: delta {claim:.4g} at epsilon {epsilon:g}"
+                message += f" for a round; a lone client has {lone_delta:.4g}"
+                hold(claim >= lone_delta * (1 - 1e-4) - 1e-9, message)
+                delta_count += 1
+    return f"{delta_count} values of delta held against an integral"
 
 
-def no_less_than_an_attack(case: Claims) -> str:
+def attack_bound(case: Claims) -> str:
     """No trade-off curve is above the errors that an attack on a lone client makes."""
-    looked = 0
+    point_count = 0
     for accountant, mechanism, relation, words in case.covered(NOISE[0]):
         if not accountant.rigorous:
             continue
-        lone = Lone.of(mechanism.sampling, relation, mechanism.mu(relation))
+        lone = LoneClient.of(mechanism.sampling, relation, mechanism.mu(relation))
         false_positives, false_negatives = lone.attacks()
         curve = accountant.tradeoff(mechanism, relation, 1, V)
-        claimed = curve.false_negatives(false_positives.clip(0, 1), "absent")
-        back = curve.false_negatives(false_negatives.clip(0, 1), "present")
-        for here, attack in ((claimed, false_negatives), (back, false_positives)):
-            worst = int(np.argmax(here - attack))
-            rate, least = here[worst], attack[worst]
-            wrong = f"{words}: error rate {rate:.4g}, where an attack has {least:.4g}"
-            hold(rate <= least + 1e-4, wrong)
-        looked += 2 * len(claimed)
-    return f"{looked} points of trade-off curves held against the best test"
+        negatives = curve.false_negatives(false_positives.clip(0, 1), "absent")
+        positives = curve.false_negatives(false_negatives.clip(0, 1), "present")
+        for rates, attack in ((negatives, false_negatives), (positives, false_positives)):
+            worst_index = int(np.argmax(rates - attack))
+            rate, attack_rate = rates[worst_index], attack[worst_index]
+            message = f"{words}: error rate {rate:.4g}, where an attack has {attack_rate:.4g}"
+            hold(rate <= attack_rate + 1e-4, message)
+        point_count += 2 * len(negatives)
+    return f"{point_count} points of trade-off curves held against the best test"
 
 
-def monotone(case: Claims) -> str:
+def monotonicity(case: Claims) -> str:
     """Epsilon rises with the rounds, and falls with the noise."""
-    for few, much in zip(*map(case.covered, NOISE), strict=True):
+    for low_noise, high_noise in zip(*map(case.covered, NOISE), strict=True):
         curves = []
-        for accountant, mechanism, relation, words in (few, much):
+        for accountant, mechanism, relation, words in (low_noise, high_noise):
             curves.append(accountant.epsilons(mechanism, relation, DELTA, 1, ROUNDS, V))
             hold(curves[-1].shape == (ROUNDS,), f"{words}: {list(curves[-1].shape)} epsilons")
             hold((np.diff(curves[-1]) >= -1e-9).all(), f"{words}: it falls with the rounds")
@@ -178,7 +178,7 @@ def inverse(case: Claims) -> str:
     """Delta at the epsilon of a delta is that delta, at most."""
     for accountant, mechanism, relation, words in case.covered(NOISE[0]):
         epsilons = accountant.epsilons(mechanism, relation, DELTA, ROUNDS, ROUNDS, V)
-        back = accountant.delta(mechanism, relation, float(epsilons[0]), ROUNDS, V)
-        wrong = f"{words}: epsilon {epsilons[0]:.6g} at {DELTA:g}, delta {back:.6g} there"
-        hold(back <= DELTA * 1.001, wrong)
+        claim = accountant.delta(mechanism, relation, float(epsilons[0]), ROUNDS, V)
+        message = f"{words}: epsilon {epsilons[0]:.6g} at {DELTA:g}, delta {claim:.6g} there"
+        hold(claim <= DELTA * 1.001, message)
     return f"at delta {DELTA:g}"

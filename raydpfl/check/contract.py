@@ -1,15 +1,15 @@
 """Clauses, and whether they are kept.
 
 A clause is a function of a case. Its docstring is the clause in words. It returns what was found,
-or raises `Broken` with what is wrong.
+or raises `BrokenClause` with what is wrong.
 
 >>> def even(case):
 ...     '''Numbers are even.'''
 ...     hold(case % 2 == 0, f"{case} is odd")
 ...     return f"{case} is"
->>> looked_at(even, 2)
+>>> check_clause(even, 2)
 Clause(name='even', kept=True, finding='2 is', example='')
->>> looked_at(even, 3).finding
+>>> check_clause(even, 3).finding
 'Numbers are even: 3 is odd'
 """
 
@@ -26,9 +26,9 @@ from scipy.special import ndtri
 from scipy.stats import chi2
 
 from raydpfl.core.prng import Purpose, keyed_globals, stream
-from raydpfl.errors import RAISED, in_line
+from raydpfl.errors import USER_EXCEPTIONS, located_message
 from raydpfl.methods.local import Local
-from raydpfl.training.backends import BACKENDS, REFERENCE, lacking
+from raydpfl.training.backends import BACKENDS, REFERENCE, missing_requirement
 
 SEED = 20  # of all made-up numbers
 FALSE_ALARM = 1e-6  # of one clause that is checked by statistics, for a member that keeps it
@@ -45,22 +45,22 @@ class Clause:
     example: str = ""  # the member's settings, in words
 
 
-class Broken(Exception):
+class BrokenClause(Exception):
     """A clause is not kept: what breaks it, in words."""
 
 
-class Untried(Exception):
+class UntriedClause(Exception):
     """A clause cannot be looked at, because something that it needs has failed already."""
 
 
-class Untaken(Exception):
+class UnsupportedMember(Exception):
     """No small experiment takes the member, so that the clause cannot be looked at."""
 
 
-Look: TypeAlias = Callable[[Any], str]
+ClauseFunction: TypeAlias = Callable[[Any], str]
 
 
-def clauses_of(*modules: ModuleType) -> tuple[Look, ...]:
+def clauses_of(*modules: ModuleType) -> tuple[ClauseFunction, ...]:
     """The public functions of a `case` in these modules, in the order in which they stand."""
     return tuple(
         function
@@ -73,38 +73,38 @@ def clauses_of(*modules: ModuleType) -> tuple[Look, ...]:
     )
 
 
-def hold(condition: object, otherwise: str) -> None:
-    """Raises `Broken` unless the condition holds."""
+def hold(condition: object, message: str) -> None:
+    """Raises `BrokenClause` unless the condition holds."""
     if not bool(condition):
-        raise Broken(otherwise)
+        raise BrokenClause(message)
 
 
-def looked_at(clause: Look, case: Any, example: str = "") -> Clause | None:
+def check_clause(clause: ClauseFunction, case: Any, example: str = "") -> Clause | None:
     """Whether a case keeps a clause; None: no experiment takes the member."""
     name = clause.__name__.replace("_", " ")
     try:
         with keyed_globals(SEED):
             return Clause(name, True, clause(case), example)
-    except Untaken:
+    except UnsupportedMember:
         return None
-    except Untried as error:
+    except UntriedClause as error:
         return Clause(name, None, str(error), example)
-    except Broken as error:
+    except BrokenClause as error:
         reason = str(error)
-    except RAISED as error:  # a user's code may raise anything
-        reason = in_line(error)
+    except USER_EXCEPTIONS as error:  # a user's code may raise anything
+        reason = located_message(error)
     text = " ".join((clause.__doc__ or name).split("\n\n")[0].split()).rstrip(".")
     return Clause(name, False, f"{text}: {' '.join(reason.split())[:300]}", example)
 
 
-def made_up(*shape: int, step: int = 0) -> np.ndarray:
+def normals(*shape: int, step: int = 0) -> np.ndarray:
     """Standard normals of this shape, float64, the same every time."""
     return stream(SEED, Purpose.DATA, step=step).standard_normal(shape)
 
 
 def tensor(*shape: int, step: int = 0) -> torch.Tensor:
-    """As `made_up`, float64."""
-    return torch.from_numpy(made_up(*shape, step=step))
+    """As `normals`, float64."""
+    return torch.from_numpy(normals(*shape, step=step))
 
 
 def close(one: Any, other: Any, tolerance: float = 1e-9) -> bool:
@@ -116,16 +116,16 @@ def close(one: Any, other: Any, tolerance: float = 1e-9) -> bool:
     return bool(np.allclose(first, second, rtol=tolerance, atol=tolerance * size, equal_nan=True))
 
 
-def same_shapes(before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> None:
-    """Raises `Broken` unless a state has the names, shapes and dtypes that it had."""
+def check_shapes(before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> None:
+    """Raises `BrokenClause` unless a state has the names, shapes and dtypes that it had."""
     names = f"the state has {sorted(after)}, and began with {sorted(before)}"
     hold(before.keys() == after.keys(), names)
     for name, array in before.items():
-        now = np.asarray(after[name])
-        began = f"the state's {name} began as {array.dtype} {list(array.shape)}"
-        same = (now.shape, now.dtype) == (array.shape, array.dtype)
-        hold(same, f"{began}, and is {now.dtype} {list(now.shape)}")
-        hold(np.isfinite(now).all(), f"the state's {name} is not finite")
+        after_array = np.asarray(after[name])
+        start_layout = f"the state's {name} began as {array.dtype} {list(array.shape)}"
+        same_layout = (after_array.shape, after_array.dtype) == (array.shape, array.dtype)
+        hold(same_layout, f"{start_layout}, and is {after_array.dtype} {list(after_array.shape)}")
+        hold(np.isfinite(after_array).all(), f"the state's {name} is not finite")
 
 
 def tail(squares: Any, dof: Any) -> Any:
@@ -145,18 +145,19 @@ def largest_correlation(rows: np.ndarray) -> tuple[float, int, int]:
     worst = (0.0, 0, 0)
     for start in range(0, len(units), 512):
         products = np.tril(np.abs(units[start : start + 512] @ units.T), start - 1)
-        later, first = np.unravel_index(int(products.argmax()), products.shape)
-        far = float(products.max()) * math.sqrt(rows.shape[1])
-        worst = max(worst, (far, int(first), start + int(later)))
+        later_row, earlier_row = np.unravel_index(int(products.argmax()), products.shape)
+        largest = float(products.max()) * math.sqrt(rows.shape[1])
+        worst = max(worst, (largest, int(earlier_row), start + int(later_row)))
     return worst
 
 
 def backends(local: Local, clip: float | None) -> list[str]:
     """All but the reference that can carry out a rule, `clip`ping each sample's gradient or not."""
-    return [name for name in BACKENDS if name != REFERENCE and not lacking(name, local, clip)]
+    names = [name for name in BACKENDS if name != REFERENCE]
+    return [name for name in names if not missing_requirement(name, local, clip)]
 
 
-def copied(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def copy_state(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """A state of its own."""
     return {name: np.array(array) for name, array in state.items()}
 

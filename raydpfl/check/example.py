@@ -12,19 +12,19 @@ import torch
 from torch import nn
 
 from raydpfl import experiment, models
-from raydpfl.check.contract import Untaken, Untried, tensor
-from raydpfl.check.runs import Watched, carried_out
+from raydpfl.check.contract import UnsupportedMember, UntriedClause, tensor
+from raydpfl.check.runs import RecordingCoordinator, run_plan
 from raydpfl.config.overrides import Spec
 from raydpfl.config.registry import Member, choose
 from raydpfl.core.messages import View
-from raydpfl.errors import RAISED, ConfigError
+from raydpfl.errors import USER_EXCEPTIONS, ConfigError
 from raydpfl.experiment import Experiment, overridden
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.resolution import resolve
 
 CLIENTS = 24
 ROUNDS = 4
-AROUND: dict[str, Any] = {
+BASE_CONFIG: dict[str, Any] = {
     "seed": 5,
     "rounds": ROUNDS,
     "data": {
@@ -53,7 +53,7 @@ SAMPLES = {"kind": "per_sample_clip", "bound": 0.5}
 BUDGETS = {"kind": "gaussian", "placement": "step", "epsilon": 3.0, "delta": 1e-3}
 TURNS = {"kind": "cyclic", "period": 3}
 NONE = {"kind": "none"}
-DECAY = {**AROUND["local"], "weight_decay": 0.01}
+DECAY = {**BASE_CONFIG["local"], "weight_decay": 0.01}
 # Scalar problems, which every client takes full gradients of (000 sec. 2.1).
 SCALAR: dict[str, Any] = {
     "data": {"kind": "scalar_quadratics", "a": [1, 2, 6], "b": [4, 1, -1]},
@@ -74,7 +74,7 @@ THEOREM: dict[str, Any] = {
     "weights": {"kind": "data"},
 }  # fmt: skip
 # The experiments around a member, private ones first: the first that takes it is used.
-AROUNDS: tuple[dict[str, Any], ...] = (
+BASE_SECTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"noise": {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-3, "placement": "server"}},
     {"selection": TURNS},
@@ -89,34 +89,34 @@ AROUNDS: tuple[dict[str, Any], ...] = (
     THEOREM,
 )
 # The same, around what has its own samples: few clients with few rows.
-FEW: dict[str, Any] = {
+SMALL_RUN: dict[str, Any] = {
     "rounds": 2,
     "selection": {"kind": "uniform", "cohort": 3},
     "local": {"kind": "sgd", "steps": 2, "batch": 2, "lr": 0.01},
     "client": {"actors": 0, "num_cpus": 0.01, "chunk": 2},
 }
-MADE = {"kind": "raydpfl.check.models:RandomSamples"}
+RANDOM_SAMPLES = {"kind": "raydpfl.check.models:RandomSamples"}
 SAMPLES_OF_MODELS: tuple[dict[str, Any], ...] = (
-    {**MADE, "shape": [1, 28, 28], "classes": 10},
-    {**MADE, "shape": [3, 32, 32], "classes": 10},
-    {**MADE, "shape": [8], "classes": 3},
-    {**MADE, "shape": [8], "classes": 0, "task": "regression"},
-    {**MADE, "shape": [6], "classes": 9, "tokens": 9, "targets": [6], "task": "sequence"},
-    {**MADE, "shape": [6], "classes": 9, "tokens": 9},
+    {**RANDOM_SAMPLES, "shape": [1, 28, 28], "classes": 10},
+    {**RANDOM_SAMPLES, "shape": [3, 32, 32], "classes": 10},
+    {**RANDOM_SAMPLES, "shape": [8], "classes": 3},
+    {**RANDOM_SAMPLES, "shape": [8], "classes": 0, "task": "regression"},
+    {**RANDOM_SAMPLES, "shape": [6], "classes": 9, "tokens": 9, "targets": [6], "task": "sequence"},
+    {**RANDOM_SAMPLES, "shape": [6], "classes": 9, "tokens": 9},
 )
 TARGETS = "raydpfl.check.tasks:RandomTargets"
 LINEAR_NET = "raydpfl.check.tasks:LinearNet"
 MODELS_OF_SOURCES = ({"kind": "softmax"}, {"kind": LINEAR_NET})
-ARE_PRIVATE: tuple[dict[str, Any], ...] = ({}, {"noise": NONE}, {"noise": NONE, "bounding": NONE})
-# What members of a section are tried in, where that is not AROUNDS.
-ARE_AROUND: dict[str, tuple[dict[str, Any], ...]] = {
+VARIANTS: tuple[dict[str, Any], ...] = ({}, {"noise": NONE}, {"noise": NONE, "bounding": NONE})
+# What members of a section are tried in, where that is not BASE_SECTIONS.
+BASE_SECTIONS_OF: dict[str, tuple[dict[str, Any], ...]] = {
     "model": tuple(
-        {**FEW, **private, "data": data} for private in ARE_PRIVATE for data in SAMPLES_OF_MODELS
+        {**SMALL_RUN, **private, "data": data} for private in VARIANTS for data in SAMPLES_OF_MODELS
     ),
     "data": tuple(
-        {**FEW, **private, "selection": selection, "model": model}
-        for private in ARE_PRIVATE
-        for selection in (FEW["selection"], {"kind": "full"})
+        {**SMALL_RUN, **private, "selection": selection, "model": model}
+        for private in VARIANTS
+        for selection in (SMALL_RUN["selection"], {"kind": "full"})
         for model in MODELS_OF_SOURCES
     ),
 }
@@ -136,7 +136,7 @@ class Example:
     values: dict[str, Any]  # the section as a config has it
     overrides: tuple[str, ...] = ()
     module: nn.Module | None = field(default=None, init=False)  # of a model, as it begins
-    _failed: bool = field(default=False, init=False)  # the inline run
+    _run_failed: bool = field(default=False, init=False)  # the inline run
 
     @cached_property
     def folder(self) -> Path:
@@ -157,45 +157,45 @@ class Example:
         """Its settings without its kind."""
         return {name: value for name, value in self.values.items() if name != "kind"}
 
-    def tree(self, **around: Any) -> dict[str, Any]:
+    def tree(self, **sections: Any) -> dict[str, Any]:
         """A config with the member in it."""
-        tree = {**copy.deepcopy(AROUND), **copy.deepcopy(around)}
+        tree = {**copy.deepcopy(BASE_CONFIG), **copy.deepcopy(sections)}
         if self.section == "task":
             data = {"kind": TARGETS, "clients": CLIENTS, "task": self.values}
             return {**tree, "data": data, "model": {"kind": LINEAR_NET}}
-        mine = [self.values] if self.section in ("measure", "track") else self.values
-        return {**tree, self.section: mine}
+        section = [self.values] if self.section in ("measure", "track") else self.values
+        return {**tree, self.section: section}
 
     @cached_property
-    def _found(self) -> tuple[Plan | None, str]:
+    def _resolution(self) -> tuple[Plan | None, str]:
         """The first plan that nobody refuses, and why the first of all was refused, if it was."""
-        first = ""
+        refusal = ""
         # the example has those of its own section
-        others = [text for text in self.overrides if not text.startswith(f"{self.section}.")]
-        for around in arounds(self.section):
-            tree = overridden(self.tree(**around), others)
+        overrides = [text for text in self.overrides if not text.startswith(f"{self.section}.")]
+        for sections in base_sections(self.section):
+            tree = overridden(self.tree(**sections), overrides)
             try:
-                return resolve(Experiment.from_dict(tree)), first
+                return resolve(Experiment.from_dict(tree)), refusal
             except ConfigError as error:
-                first = first or str(error)
+                refusal = refusal or str(error)
         if self.section == "model":
-            first += "; data.shape=[60] data.classes=4 say what its samples are, or data.kind=..."
-        return None, first
+            refusal += "; data.shape=[60] data.classes=4 say what its samples are, or data.kind=..."
+        return None, refusal
 
     @property
     def plan(self) -> Plan:
         """The plan of a small experiment with the member in it, private if possible. Raises
-        `Untaken` if none takes it.
+        `UnsupportedMember` if none takes it.
         """
-        plan, why = self._found
+        plan, reason = self._resolution
         if plan is None:
-            raise Untaken(why)
+            raise UnsupportedMember(reason)
         return plan
 
     @property
-    def why(self) -> str:
+    def refusal(self) -> str:
         """Why an earlier experiment was refused, in words; empty: the first was taken."""
-        return self._found[1]
+        return self._resolution[1]
 
     @property
     def d(self) -> int:
@@ -212,25 +212,25 @@ class Example:
         state = tensor(k, self.d, step=1).float()
         return View(2, lr, experiment.bounding.initial_bound, model, broadcast, lambda: state)
 
-    def ran(self, name: str, **how: Any) -> Watched:
-        """As `carried_out`, in a folder of this name; `Untried` once the inline run has failed."""
-        if self._failed:
-            raise Untried("it needs a run, which fails")
-        return carried_out(self.plan, self.folder / name, **how)
+    def run(self, name: str, **options: Any) -> RecordingCoordinator:
+        """As `run_plan`, in a folder of this name; `UntriedClause` once the inline run failed."""
+        if self._run_failed:
+            raise UntriedClause("it needs a run, which fails")
+        return run_plan(self.plan, self.folder / name, **options)
 
     @cached_property
-    def whole(self) -> Watched:
+    def inline_run(self) -> RecordingCoordinator:
         """The inline run, from the first round to the last."""
         try:
-            return self.ran("whole")
-        except RAISED as error:  # a user's code may raise anything
-            self._failed = not isinstance(error, Untaken)
+            return self.run("whole")
+        except USER_EXCEPTIONS as error:  # a user's code may raise anything
+            self._run_failed = not isinstance(error, UnsupportedMember)
             raise
 
 
-def arounds(section: str) -> tuple[dict[str, Any], ...]:
+def base_sections(section: str) -> tuple[dict[str, Any], ...]:
     """The experiments that members of a section are tried in, private ones first."""
-    return ARE_AROUND.get(section, AROUNDS)
+    return BASE_SECTIONS_OF.get(section, BASE_SECTIONS)
 
 
 def examples_of(cls: type[Member], section: str, path: str) -> tuple[dict[str, Any], ...]:

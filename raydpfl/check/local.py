@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from raydpfl import models
-from raydpfl.check.contract import backends, close, copied, hold, made_up, same_shapes, tensor
+from raydpfl.check.contract import backends, check_shapes, close, copy_state, hold, normals, tensor
 from raydpfl.check.example import Example
 from raydpfl.core.messages import Facts
 from raydpfl.core.prng import keyed_globals
@@ -33,12 +33,12 @@ def no_hidden_state(case: Example) -> str:
         return "it has no step"
     x = tensor(K, 7).float()
     gradient = tensor(K, 7, step=1).float()
-    at = Step(0, member.learning_rate(0), x[0])
+    step = Step(0, member.learning_rate(0), x[0])
     results = []
     for _ in range(2):
-        moved, state = member.step(x.clone(), gradient.clone(), member.fresh(x.clone()), at)
-        results.append(moved)
-        member.step(moved, -2 * gradient, state, Step(1, at.lr, x[0]))
+        model, state = member.step(x.clone(), gradient.clone(), member.fresh(x.clone()), step)
+        results.append(model)
+        member.step(model, -2 * gradient, state, Step(1, step.lr, x[0]))
     hold(torch.equal(*results), "asked twice, it gives something else")
     hold(torch.isfinite(results[0]).all(), "a step from finite numbers is not finite")
     return "the same step twice"
@@ -49,7 +49,7 @@ def _dense() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def _suited(backend: str) -> tuple[nn.Module, Form]:
+def _module_and_form(backend: str) -> tuple[nn.Module, Form]:
     """A small module that a backend can train, and what its samples are."""
     if backend != "convolutional":
         return _dense(), Form((FEATURES,), Target(classes=3), Classification())
@@ -79,29 +79,29 @@ def training(case: Example) -> str:
     results = []
     for clients in ([3, -1], [7, 3]):
         trainer = Trainer(module, member, backend=REFERENCE, seed=1, user_defined=True)
-        mine = clients.index(3)
-        order = [0, 1] if mine == 0 else [1, 0]
+        slot = clients.index(3)
+        order = [0, 1] if slot == 0 else [1, 0]
         rows = x[order], y[order], [12, 12]
         chunk = trainer.chunk(start, *rows, t=1, clients=clients, draws=[0, 0])
-        results += [block.updates[0] for block in chunk if block.slots[0] == mine]
+        results += [block.updates[0] for block in chunk if block.slots[0] == slot]
     hold(torch.isfinite(results[0]).all(), "it has trained to numbers that are not finite")
     hold(torch.equal(*results), "asked twice, it trains to something else")
     hold(bool(results[0].any()), "the module is as it was")
     return "by itself, the same twice"
 
 
-def every_backend(case: Example) -> str:
+def backend_agreement(case: Example) -> str:
     """Every backend that can carry out its rule takes the same first steps."""
-    done = []
+    agreeing_backends = []
     if case.member.trains:
         return "trains by itself"
-    for clip, clipped in ((None, ""), (1.0, " with clipping of each sample")):
+    for clip, clip_note in ((None, ""), (1.0, " with clipping of each sample")):
         for backend in backends(case.member, clip):
-            module, form = _suited(backend)
-            wrong = mismatch(module, case.member, form, backend, clip)
-            hold(wrong is None, f"{backend}{clipped}: {wrong}")
-            done.append(backend)
-    return f"{', '.join(dict.fromkeys(done))} as the loop"
+            module, form = _module_and_form(backend)
+            difference = mismatch(module, case.member, form, backend, clip)
+            hold(difference is None, f"{backend}{clip_note}: {difference}")
+            agreeing_backends.append(backend)
+    return f"{', '.join(dict.fromkeys(agreeing_backends))} as the loop"
 
 
 def numbers(case: Example) -> str:
@@ -111,15 +111,15 @@ def numbers(case: Example) -> str:
         rate = member.learning_rate(t)
         hold(np.isfinite(rate) and rate > 0, f"the learning rate of round {t} is {rate}")
     sizes = np.array([1, 2, 7, 100, 5000])
-    used = np.asarray(member.rows_used(sizes))
-    hold(used.shape == sizes.shape and used.dtype.kind == "i", "rows_used gives no int64 [C]")
-    hold(((used >= 0) & (used <= sizes)).all(), "rows_used gives more rows than there are")
+    counts = np.asarray(member.max_rows(sizes))
+    hold(counts.shape == sizes.shape and counts.dtype.kind == "i", "max_rows gives no int64 [C]")
+    hold(((counts >= 0) & (counts <= sizes)).all(), "max_rows gives more rows than there are")
     batches = [member.batch_size(rows) for rows in sizes.tolist()]
     for rows, batch in zip(sizes.tolist(), batches, strict=True):
         hold(1 <= batch <= rows, f"a client of {rows} rows has batches of {batch}")
     hold(batches == sorted(batches), "a client of more rows has smaller batches")
-    together = np.asarray(member.batch_sizes(sizes)).tolist()
-    hold(together == batches, "batch_sizes of a client depends on the others")
+    joint_batches = np.asarray(member.batch_sizes(sizes)).tolist()
+    hold(joint_batches == batches, "batch_sizes of a client depends on the others")
     return f"learning rate {member.learning_rate(0):g} in round 0"
 
 
@@ -128,21 +128,21 @@ def memory(case: Example) -> str:
     alone.
     """
     member = case.member
-    view, alone = case.view(K), case.view(1)
-    moved = tensor(K, case.d, step=2)
-    idle = member.idle(alone)
+    view, lone_view = case.view(K), case.view(1)
+    rows = tensor(K, case.d, step=2)
+    idle = member.idle(lone_view)
     hold(idle.shape == (case.d,), f"idle gives {list(idle.shape)}")
     correction = member.correction(view)
-    states = member.next_state(moved.clone(), view), member.next_state(moved[:1].clone(), alone)
-    for name, state, first in (
-        ("correction", correction, member.correction(alone)),
+    states = (member.next_state(rows.clone(), view), member.next_state(rows[:1].clone(), lone_view))
+    for name, state, client_value in (
+        ("correction", correction, member.correction(lone_view)),
         ("state", *states),
     ):
         if state is None:
             continue
         hold(state.shape == (K, case.d), f"{name} gives {list(state.shape)} for {K} clients")
         hold(torch.isfinite(state).all(), f"{name} is not finite")
-        hold(close(first[0], state[0], 1e-6), f"{name} of a client depends on the others")
+        hold(close(client_value[0], state[0], 1e-6), f"{name} of a client depends on the others")
     if correction is not None:
         hold(correction.dtype == torch.float32, f"correction is {correction.dtype}")
     return "clients have state" if member.stateful else "clients have no state"
@@ -152,18 +152,18 @@ def receive(case: Example) -> str:
     """The server's part follows from the mean update and its own state alone."""
     member = case.member
     start = member.start(case.d)
-    mean = made_up(case.d)
-    model = made_up(case.d, step=1).astype(np.float32)
+    mean = normals(case.d)
+    model = normals(case.d, step=1).astype(np.float32)
     facts = Facts(1, member.learning_rate(1), model, divisor=9.0, cohort=9, population=24)
     states = []
     for _ in range(2):
-        state = copied(start)
+        state = copy_state(start)
         sums = mean.copy()
         member.receive(sums, state, facts)
         hold(np.array_equal(sums, mean), "the mean update is changed in place")
-        same_shapes(start, state)
+        check_shapes(start, state)
         states.append(state)
-        member.receive(-2 * mean, copied(start), facts)
+        member.receive(-2 * mean, copy_state(start), facts)
     for name in start:
         hold(np.array_equal(states[0][name], states[1][name]), f"asked twice, {name} is another")
     return f"keeps {', '.join(start) or 'nothing'}"

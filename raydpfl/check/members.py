@@ -4,7 +4,7 @@ import json
 import pickle
 from typing import Any
 
-from raydpfl.check.contract import Broken, Untaken, hold
+from raydpfl.check.contract import BrokenClause, UnsupportedMember, hold
 from raydpfl.check.example import Example
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
@@ -19,15 +19,15 @@ def example(case: Example) -> str:
 def fits(case: Example) -> str:
     """A small experiment takes it.
 
-    The experiments are `raydpfl.check.example.AROUNDS`, or those of its section.
+    The experiments are `raydpfl.check.example.BASE_SECTIONS`, or those of its section.
     """
     try:
         experiment = case.plan.experiment
-    except Untaken as error:
-        raise Broken(f"the first of those that were tried says {error}") from None
+    except UnsupportedMember as error:
+        raise BrokenClause(f"the first of those that were tried says {error}") from None
     if experiment.private:
         return f"private, with selection {experiment.selection.kind}"
-    return f"not private: {case.why}" if case.why else "not private: without noise"
+    return f"not private: {case.refusal}" if case.refusal else "not private: without noise"
 
 
 def config_round_trip(case: Example) -> str:
@@ -42,27 +42,27 @@ def config_round_trip(case: Example) -> str:
     second = Experiment.from_yaml(path)
     hold(second.to_yaml() == text, "its YAML, read back, is another")
     section = "data" if case.section == "task" else case.section
-    same = getattr(second, section) == getattr(experiment, section)
-    hold(same, "the member read back is not equal to what was written")
+    is_equal = getattr(second, section) == getattr(experiment, section)
+    hold(is_equal, "the member read back is not equal to what was written")
     return "as it was, through YAML"
 
 
 def refusals(case: Example) -> str:
     """What is wrong with a setting is refused in one line that names the field."""
-    wrong: list[dict[str, Any]] = [{"no_such_key": 1}]
+    settings: list[dict[str, Any]] = [{"no_such_key": 1}]
     for name, field in type(case.member).model_fields.items():
         if name != "kind" and field.annotation in (int, float):
-            wrong.append({name: "no number"})
-    for more in wrong:
-        name = next(iter(more))
+            settings.append({name: "no number"})
+    for setting in settings:
+        name = next(iter(setting))
         try:
-            Example(case.section, {**case.values, **more}).member  # noqa: B018 - made when asked for
+            Example(case.section, {**case.values, **setting}).member  # noqa: B018 - made here
         except ConfigError as error:
             hold("\n" not in str(error), f"{name}: more than one line")
             hold(name in error.field, f"{name}: the message names {error.field}")
         else:
-            hold(False, f"{more} is taken")
-    return f"{len(wrong)} wrong settings"
+            hold(False, f"{setting} is taken")
+    return f"{len(settings)} wrong settings"
 
 
 def pickles(case: Example) -> str:

@@ -51,9 +51,9 @@ class MetricCase:
                 self.metric.fits(form)
             except ConfigError:
                 continue
-            drawn = stream(SEED, Purpose.DATA, t=place)
-            outputs = torch.from_numpy(drawn.standard_normal((ROWS, *form.outputs))).float()
-            y = form.task.made_up(drawn, ROWS, form.outputs)
+            generator = stream(SEED, Purpose.DATA, t=place)
+            outputs = torch.from_numpy(generator.standard_normal((ROWS, *form.outputs))).float()
+            y = form.task.random_targets(generator, ROWS, form.outputs)
             yield form, outputs, y.reshape(ROWS, *form.target.shape)
 
     def total(self, form: Form, outputs: torch.Tensor, y: torch.Tensor, width: int) -> Total:
@@ -61,7 +61,7 @@ class MetricCase:
         batches = zip(outputs.split(width), y.split(width), strict=True)
         parts = [self.metric.sums(form, *batch).double().numpy() for batch in batches]
         hold(all(part.ndim == 1 for part in parts), "sums gives no vectors")
-        return self.metric.joined(parts)
+        return self.metric.merge(parts)
 
     def value(self, form: Form, outputs: torch.Tensor, y: torch.Tensor, width: int = ROWS) -> Any:
         """The metric of rows in batches of this width."""
@@ -97,36 +97,36 @@ def batches(case: MetricCase) -> str:
     for form, outputs, y in case.rows():
         whole = case.value(form, outputs, y)
         for width in WIDTHS:
-            _same(whole, case.value(form, outputs, y, width), f"in batches of {width}")
-        _same(whole, case.value(form, outputs.flip(0), y.flip(0), 7), "in another order")
+            _check_equal(whole, case.value(form, outputs, y, width), f"in batches of {width}")
+        _check_equal(whole, case.value(form, outputs.flip(0), y.flip(0), 7), "in another order")
     return f"batches of {', '.join(map(str, WIDTHS))}"
 
 
-def _same(whole: float | None, other: float | None, when: str) -> None:
+def _check_equal(whole: float | None, other: float | None, note: str) -> None:
     if whole is None or other is None:
-        hold(whole is other, f"{other} {when}, and {whole}")
+        hold(whole is other, f"{other} {note}, and {whole}")
         return
-    hold(np.isclose(whole, other, rtol=TOLERANCE, atol=TOLERANCE), f"{other} {when}, not {whole}")
+    hold(np.isclose(whole, other, rtol=TOLERANCE, atol=TOLERANCE), f"{other} {note}, not {whole}")
 
 
-def untouched(case: MetricCase) -> str:
+def input_preservation(case: MetricCase) -> str:
     """It leaves outputs and targets as they are, and gives the same twice."""
     for form, outputs, y in case.rows():
         copies = outputs.clone(), y.clone()
         first = case.total(form, outputs, y, 25)
         second = case.total(form, outputs, y, 25)
         hold(np.array_equal(first, second), "asked twice, it gives other sums")
-        same = torch.equal(outputs, copies[0]) and torch.equal(y, copies[1])
-        hold(same, "it changes its inputs")
+        is_unchanged = torch.equal(outputs, copies[0]) and torch.equal(y, copies[1])
+        hold(is_unchanged, "it changes its inputs")
     return "as they were"
 
 
-def better(case: MetricCase) -> str:
+def direction(case: MetricCase) -> str:
     """It knows whether more or less of it is better."""
     sign = case.metric.sign()
     hold(sign in (-1, 0, 1), f"sign gives {sign!r}")
     for form, outputs, y in case.rows():
-        one, other = (_moved(form, outputs, y, amount) for amount in (0.0, 0.9))
+        one, other = (_improve(form, outputs, y, amount) for amount in (0.0, 0.9))
         before = case.value(form, one, y)
         after = case.value(form, other, y)
         if sign and before is not None and after is not None:
@@ -135,7 +135,7 @@ def better(case: MetricCase) -> str:
     return {1: "more is better", -1: "less is better", 0: "nobody can say"}[sign]
 
 
-def _moved(form: Form, outputs: torch.Tensor, y: torch.Tensor, amount: float) -> torch.Tensor:
+def _improve(form: Form, outputs: torch.Tensor, y: torch.Tensor, amount: float) -> torch.Tensor:
     """Outputs that are moved towards what loses least, by an amount in [0, 1]."""
     inputs = outputs.clone().requires_grad_()
     for _ in range(200):

@@ -23,14 +23,14 @@ from raydpfl.check.example import Example
 from raydpfl.check.tasks import random_split
 from raydpfl.core.prng import Purpose, keyed_globals, stream
 from raydpfl.data import Data, Shards, Split
-from raydpfl.errors import RAISED, ConfigError
+from raydpfl.errors import USER_EXCEPTIONS, ConfigError
 from raydpfl.methods.local.sgd import Sgd
 from raydpfl.models import weights
 from raydpfl.models.tasks import Form, Target, Task
 from raydpfl.training.backend_check import TOLERANCE, FirstSteps
 from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.backends import BACKENDS, REFERENCE
-from raydpfl.training.validation import check_no_mixing, drawn_from
+from raydpfl.training.validation import check_no_mixing, foreign_generator
 
 ROWS = 3  # of a client, about
 TEST = 6
@@ -48,7 +48,7 @@ class RandomSamples(Data):
     targets: tuple[int, ...] = ()
 
     @classmethod
-    def gives(cls, task: Task) -> None:
+    def check_task(cls, task: Task) -> None:
         """Those of any task."""
 
     def split(self, seed: int, root: Path | None) -> Split:
@@ -62,10 +62,10 @@ def _form(case: Example) -> Form:
     return Shards.open(case.plan.shards).form(case.plan.experiment.data.task)
 
 
-def _built(case: Example) -> tuple[nn.Module, Form]:
+def _module_and_form(case: Example) -> tuple[nn.Module, Form]:
     """A copy of the module as it begins, which is made once, and its samples."""
     if case.module is None:
-        case.module = _made(case, 0)
+        case.module = _build_module(case, 0)
     return copy.deepcopy(case.module), _form(case)
 
 
@@ -73,10 +73,11 @@ def _rows(form: Form, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of so many samples."""
     generator = stream(0, Purpose.DATA)
     x = form.inputs(count, generator)
-    return x, form.task.made_up(generator, count, form.outputs).reshape(count, *form.target.shape)
+    y = form.task.random_targets(generator, count, form.outputs)
+    return x, y.reshape(count, *form.target.shape)
 
 
-def _made(case: Example, seed: int) -> nn.Module:
+def _build_module(case: Example, seed: int) -> nn.Module:
     return models.build(case.plan.experiment.model, _form(case), seed)
 
 
@@ -84,7 +85,7 @@ def shapes(case: Example) -> str:
     """Of any number of rows it gives float32 outputs of the right shape, in training and out of
     it.
     """
-    module, form = _built(case)
+    module, form = _module_and_form(case)
     for rows in (1, 2, 7):
         x = form.inputs(rows, stream(0, Purpose.DATA))
         for mode in (module.train(), module.eval()):
@@ -96,32 +97,32 @@ def shapes(case: Example) -> str:
     return f"[{shape}] to [{', '.join(map(str, form.outputs))}], {case.d:,} parameters"
 
 
-def each_row_alone(case: Example) -> str:
+def row_independence(case: Example) -> str:
     """What it gives for a row does not depend on the other rows of the batch."""
-    module, form = _built(case)
+    module, form = _module_and_form(case)
     x = form.inputs(5, stream(0, Purpose.DATA))
     with torch.no_grad():
-        together = module.eval()(x)
-        alone = torch.cat([module(row) for row in x.split(1)])
-    far = float((together - alone).abs().max() / together.abs().max().clamp(min=1e-30))
-    hold(far <= BATCH_ERROR, f"by itself, a row's output is off by {far:.1e} of it")
-    return f"to {far:.0e} of it"
+        batch = module.eval()(x)
+        rows = torch.cat([module(row) for row in x.split(1)])
+    error = float((batch - rows).abs().max() / batch.abs().max().clamp(min=1e-30))
+    hold(error <= BATCH_ERROR, f"by itself, a row's output is off by {error:.1e} of it")
+    return f"to {error:.0e} of it"
 
 
 def initial_parameters(case: Example) -> str:
     """What it begins with is a function of the seed, whatever the process has drawn before."""
     vectors = []
-    for drawn, seed in ((0, 0), (1, 0), (0, 1)):
-        with keyed_globals(drawn):
-            np.random.rand(drawn)
-            vectors.append(models.flatten(_made(case, seed)))
+    for process_seed, seed in ((0, 0), (1, 0), (0, 1)):
+        with keyed_globals(process_seed):
+            np.random.rand(process_seed)
+            vectors.append(models.flatten(_build_module(case, seed)))
     hold(torch.equal(vectors[0], vectors[1]), "made twice, it begins with others")
     return "the same for every seed" if torch.equal(vectors[0], vectors[2]) else "by the seed"
 
 
-def same_bits_twice(case: Example) -> str:
+def same_bits(case: Example) -> str:
     """Asked twice, outputs and gradients are the same to the last bit."""
-    module, form = _built(case)
+    module, form = _module_and_form(case)
     x, y = _rows(form, 4)
     module.train()
     first = _gradients(module, form, x, y)
@@ -135,83 +136,84 @@ def _gradients(
     module: nn.Module, form: Form, x: torch.Tensor, y: torch.Tensor
 ) -> list[torch.Tensor]:
     """The outputs, and the gradient by each trained parameter that has one."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trained_parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     with keyed_globals(0):
         outputs = module(x)
         loss = form.task.loss(outputs, y).mean()
-        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        gradients = torch.autograd.grad(loss, trained_parameters, allow_unused=True)
     return [outputs.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
-def every_parameter(case: Example) -> str:
+def parameter_gradients(case: Example) -> str:
     """Each trained parameter has a gradient: what has none is sent, with noise, for nothing."""
-    module, form = _built(case)
+    module, form = _module_and_form(case)
     x, y = _rows(form, 4)
     with keyed_globals(0):
         form.task.loss(module(x), y).mean().backward()
-    named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
-    without = [name for name, each in named if each.grad is None]
-    remedy = f"model.frozen={without[:3]} keeps them out"
-    hold(not without, f"{', '.join(without[:3])} of {len(named)} have none ({remedy})")
-    return f"{len(named)} tensors"
+    tensors = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
+    names = [name for name, tensor in tensors if tensor.grad is None]
+    remedy = f"model.frozen={names[:3]} keeps them out"
+    hold(not names, f"{', '.join(names[:3])} of {len(tensors)} have none ({remedy})")
+    return f"{len(tensors)} tensors"
 
 
 def copies(case: Example) -> str:
     """A copy, and one that is filled from a file of its weights, give the same bits."""
-    module, form = _built(case)
+    module, form = _module_and_form(case)
     x = form.inputs(3, stream(0, Purpose.DATA))
     file = case.folder / "weights.safetensors"
-    file.write_bytes(weights.packed(module.state_dict(), file.suffix, {}))
-    other = _made(case, seed=1)
+    file.write_bytes(weights.serialize(module.state_dict(), file.suffix, {}))
+    other = _build_module(case, seed=1)
     weights.fill(other, str(file))
     with torch.no_grad():
         expected = module.eval()(x)
-        for second, how in ((copy.deepcopy(module), "copied"), (other, "filled from a file")):
-            hold(torch.equal(second.eval()(x), expected), f"{how}, it gives something else")
+        for second, kind in ((copy.deepcopy(module), "copied"), (other, "filled from a file")):
+            hold(torch.equal(second.eval()(x), expected), f"{kind}, it gives something else")
     return "copied, and through safetensors"
 
 
-def every_backend(case: Example) -> str:
+def backend_agreement(case: Example) -> str:
     """The backend that a run takes, like every other one that fits, comes to where the loop does:
     to 1e-5 of the model, or to 1e-3 of the step where a ReLU's input rounds across 0.
     """
-    return _compared(case, None)
+    return _compare_backends(case, None)
 
 
-def every_backend_with_clipping(case: Example) -> str:
+def clipped_backend_agreement(case: Example) -> str:
     """The same where every sample's gradient is clipped."""
-    module, form = _built(case)
+    module, form = _module_and_form(case)
     try:
         check_no_mixing(module, form)
     except ConfigError as error:
         return f"none: expected {error.expected}"
-    return _compared(case, 0.5)
+    return _compare_backends(case, 0.5)
 
 
-def _compared(case: Example, clip: float | None) -> str:
-    module, form = _built(case)
+def _compare_backends(case: Example, clip: float | None) -> str:
+    module, form = _module_and_form(case)
     local = Sgd()
-    drawn = drawn_from(module, form)
+    random_source = foreign_generator(module, form)
     steps = FirstSteps(module, local, form, clip)
     fits = {REFERENCE: REFERENCE}
-    others: dict[str, list[str]] = {}
+    misfits: dict[str, list[str]] = {}
     for backend in backends(local, clip):
         result = _difference(module, steps, backend)
-        if drawn and not BACKENDS[backend].one_by_one:
-            result = f"it draws from {drawn}, client by client"
+        if random_source and not BACKENDS[backend].one_by_one:
+            result = f"it draws from {random_source}, client by client"
         if isinstance(result, str):
-            others.setdefault(result, []).append(backend)
+            misfits.setdefault(result, []).append(backend)
         else:
             fits[backend] = f"{backend} ({result:.0e})"
-    with _unsaid():
-        taken = choose_backend(module, local, form, clip=clip)
-    hold(taken in fits, f"a run takes {taken}, {'; '.join(others)}")
-    detail = f"a run takes {taken} of {', '.join(fits.values())}"
-    return "; not ".join([detail, *(f"{', '.join(names)}: {why}" for why, names in others.items())])
+    with _silence_warnings():
+        chosen_backend = choose_backend(module, local, form, clip=clip)
+    hold(chosen_backend in fits, f"a run takes {chosen_backend}, {'; '.join(misfits)}")
+    detail = f"a run takes {chosen_backend} of {', '.join(fits.values())}"
+    notes = (f"{', '.join(names)}: {reason}" for reason, names in misfits.items())
+    return "; not ".join([detail, *notes])
 
 
 @contextmanager
-def _unsaid() -> Iterator[None]:
+def _silence_warnings() -> Iterator[None]:
     """Without what is said of backends that do not fit, or that are slow for some layers."""
     logger = logging.getLogger("raydpfl")
     level = logger.level
@@ -226,11 +228,11 @@ def _unsaid() -> Iterator[None]:
 def _difference(module: nn.Module, steps: FirstSteps, backend: str) -> float | str:
     """The distance to the loop's update over the model's norm, or why the backend does not fit."""
     try:
-        with _unsaid():
-            ours, theirs = steps.by(backend)
-    except RAISED as error:  # a module may do anything when it is traced or vmapped
+        with _silence_warnings():
+            backend_updates, loop_updates = steps.by(backend)
+    except USER_EXCEPTIONS as error:  # a module may do anything when it is traced or vmapped
         return " ".join(str(error).split())[:80] or type(error).__name__
-    off = (ours - theirs).norm(dim=1)
-    far = float((off / (models.flatten(module) + theirs).norm(dim=1)).max())
-    fits = far <= CLOSE or float((off / theirs.norm(dim=1)).max()) <= TOLERANCE
-    return far if fits else f"off by {far:.0e}"
+    distances = (backend_updates - loop_updates).norm(dim=1)
+    distance = float((distances / (models.flatten(module) + loop_updates).norm(dim=1)).max())
+    fits = distance <= CLOSE or float((distances / loop_updates.norm(dim=1)).max()) <= TOLERANCE
+    return distance if fits else f"off by {distance:.0e}"

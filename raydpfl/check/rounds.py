@@ -7,76 +7,76 @@ import numpy as np
 
 from raydpfl.check.contract import FALSE_ALARM, equal, hold, tail
 from raydpfl.check.example import Example
-from raydpfl.check.runs import Watched
+from raydpfl.check.runs import RecordingCoordinator
 from raydpfl.methods.noise import Whitening
 from raydpfl.privacy import Mechanism, Query, report_of
 
 
 def runs(case: Example) -> str:
     """A small run goes through all its rounds, and its model is finite."""
-    model = case.whole.parameters()
+    model = case.inline_run.parameters()
     hold(np.isfinite(model).all(), "the model is not finite")
-    return f"{case.whole.position()} rounds, {case.d} parameters"
+    return f"{case.inline_run.position()} rounds, {case.d} parameters"
 
 
-def same_bits_twice(case: Example) -> str:
+def same_bits_repeat(case: Example) -> str:
     """A second run in the same process gives the same bits."""
-    return _same(case, case.ran("second"))
+    return _check_same_bits(case, case.run("second"))
 
 
-def same_bits_pooled(case: Example) -> str:
+def same_bits_pool(case: Example) -> str:
     """Clients on three actors, whose results come last first, give the same bits."""
-    return _same(case, case.ran("pooled", actors=3))
+    return _check_same_bits(case, case.run("pooled", actors=3))
 
 
 def same_bits_per_client(case: Example) -> str:
     """An actor per client gives the same bits."""
     if case.plan.experiment.data.clients is None:
         return "the data do not say how many clients there are"
-    return _same(case, case.ran("per client", actors=0))
+    return _check_same_bits(case, case.run("per client", actors=0))
 
 
-def same_bits_resumed(case: Example) -> str:
+def same_bits_resume(case: Example) -> str:
     """A run that is taken up from a checkpoint gives the same bits, and finds in it all that it
     kept.
     """
-    paused = case.ran("resumed", until=case.plan.experiment.rounds // 2)
-    resumed = Watched(paused.plan, str(case.folder / "resumed"), resume=True)
-    resumed.start()
-    for name, state in paused.state.states.items():
-        hold(equal(state, resumed.state.states[name]), f"the state of {name} is another")
-    before = paused.state.memory.arrays()
-    after = resumed.state.memory.arrays()
+    paused_run = case.run("resumed", stop_round=case.plan.experiment.rounds // 2)
+    resumed_run = RecordingCoordinator(paused_run.plan, str(case.folder / "resumed"), resume=True)
+    resumed_run.start()
+    for name, state in paused_run.state.states.items():
+        hold(equal(state, resumed_run.state.states[name]), f"the state of {name} is another")
+    before = paused_run.state.memory.arrays()
+    after = resumed_run.state.memory.arrays()
     hold(all(map(equal, before, after)), "the client state differs")
-    hold(paused.state.bound == resumed.state.bound, "the bound is another")
-    return _same(case, case.ran("resumed", resume=True))
+    hold(paused_run.state.bound == resumed_run.state.bound, "the bound is another")
+    return _check_same_bits(case, case.run("resumed", resume=True))
 
 
-def _same(case: Example, other: Watched) -> str:
-    """Raises `Broken` where the model, or what is known of the clients, differs."""
-    whole = case.whole
-    if not whole.experiment.noise.repeatable:
+def _check_same_bits(case: Example, other: RecordingCoordinator) -> str:
+    """Raises `BrokenClause` where the model, or what is known of the clients, differs."""
+    run = case.inline_run
+    if not run.experiment.noise.repeatable:
         return "no run can be repeated, as the noise says"
-    mine, theirs = whole.parameters(), other.parameters()
-    wrong = f"the model differs by {np.abs(mine - theirs).max():g} from that of the inline run"
-    hold(np.array_equal(mine, theirs), wrong)
-    for one, two in zip(reversed(whole.columns), reversed(other.columns), strict=False):
+    first, second = run.parameters(), other.parameters()
+    message = f"the model differs by {np.abs(first - second).max():g} from that of the inline run"
+    hold(np.array_equal(first, second), message)
+    for one, two in zip(reversed(run.columns), reversed(other.columns), strict=False):
         hold(equal(one, two), "what is known of the clients differs from the inline run")
-    hold(whole.state.bound == other.state.bound, "the bound differs from that of the inline run")
+    hold(run.state.bound == other.state.bound, "the bound differs from that of the inline run")
     return "as inline, to the last bit"
 
 
-def bound_held(case: Example) -> str:
+def norm_bound(case: Example) -> str:
     """In a run no client sends more than the bound in force."""
-    if case.whole.bounds[0] is None:
+    if case.inline_run.bounds[0] is None:
         return "nothing that is sent is bounded"
-    worst = 0.0
-    for columns, bound in zip(case.whole.columns, case.whole.bounds, strict=True):
+    max_ratio = 0.0
+    for columns, bound in zip(case.inline_run.columns, case.inline_run.bounds, strict=True):
         assert bound is not None
-        sent = columns["norm"] * columns["factor"] / bound
-        worst = max(worst, float(np.nanmax(sent, initial=0.0)))
-    hold(worst <= 1 + 1e-9, f"a client sends {worst:.6g} times the bound")
-    return f"at most {worst:.4g} of it"
+        norm_ratios = columns["norm"] * columns["factor"] / bound
+        max_ratio = max(max_ratio, float(np.nanmax(norm_ratios, initial=0.0)))
+    hold(max_ratio <= 1 + 1e-9, f"a client sends {max_ratio:.6g} times the bound")
+    return f"at most {max_ratio:.4g} of it"
 
 
 def epsilon(case: Example) -> str:
@@ -85,22 +85,22 @@ def epsilon(case: Example) -> str:
     e, mechanism = plan.experiment, plan.mechanism
     if mechanism is None:
         return "not private"
-    spent = case.whole.accounts.spent(e.rounds - 1)
-    least = min((spent[name] for name in plan.rigorous), default=math.inf)
-    hold(math.isfinite(least), f"no rigorous accountant covers {mechanism.cohorts}")
+    epsilons = case.inline_run.accounts.epsilons(e.rounds - 1)
+    min_epsilon = min((epsilons[name] for name in plan.rigorous_accountants), default=math.inf)
+    hold(math.isfinite(min_epsilon), f"no rigorous accountant covers {mechanism.cohorts}")
     sampling = mechanism.cohorts
     if mechanism.by_draws or sampling is None:
-        hold(least > 0, "it spends nothing")
-        return f"{least:.4g} for one sample"
+        hold(min_epsilon > 0, "it spends nothing")
+        return f"{min_epsilon:.4g} for one sample"
     share = plan.cohort / sampling.cohort
-    released = [Query("updates", 1.0, plan.ratio / share)]
+    released_queries = [Query("updates", 1.0, plan.ratio / share)]
     for query in e.bounding.queries():
         std = plan.side_stds[query.name] / share
-        released.append(Query(query.name, query.bound, std))
-    asked = e.selection.loss_query
-    held = Mechanism(
+        released_queries.append(Query(query.name, query.bound, std))
+    loss_query = e.selection.loss_query
+    released_mechanism = Mechanism(
         sampling,
-        (*released, *([asked] if asked else [])),
+        (*released_queries, *([loss_query] if loss_query else [])),
         e.rounds,
         placement=e.noise.drawn_by() or "server",
         stateful=e.stateful.kind if e.stateful else "",
@@ -111,12 +111,12 @@ def epsilon(case: Example) -> str:
         factors=tuple(map(plan.factor, range(e.rounds))),
     )
     terms = e.terms
-    report = report_of(held, plan.rigorous, terms)
+    report = report_of(released_mechanism, plan.rigorous_accountants, terms)
     for name, curve in report.curves(plan.counted_draws(), plan.composed_rounds).items():
-        true = float(curve[-1])
-        says = f"{name} says {spent[name]:.6g}, and what is released costs {true:.6g}"
-        hold(math.isclose(spent[name], true, rel_tol=1e-6), says)
-    return f"{least:.4g} at delta {terms.delta:g}, {sampling}"
+        cost = float(curve[-1])
+        message = f"{name} says {epsilons[name]:.6g}, and what is released costs {cost:.6g}"
+        hold(math.isclose(epsilons[name], cost, rel_tol=1e-6), message)
+    return f"{min_epsilon:.4g} at delta {terms.delta:g}, {sampling}"
 
 
 def noise_on_sums(case: Example) -> str:
@@ -124,12 +124,13 @@ def noise_on_sums(case: Example) -> str:
     plan = case.plan
     whiten = Whitening(plan.experiment.noise)
     tails = []
-    for t, (added, bound) in enumerate(zip(case.whole.added, case.whole.bounds, strict=True)):
-        if added is None:
+    run = case.inline_run
+    for t, (server_noise, bound) in enumerate(zip(run.server_noise, run.bounds, strict=True)):
+        if server_noise is None:
             return "the server draws none"
-        scores = plan.experiment.noise.scores(added, plan.drawn_std(t, bound))
+        scores = plan.experiment.noise.scores(server_noise, plan.drawn_std(t, bound))
         square = float(np.sum(whiten(scores) ** 2))
         tails.append(float(tail(square, plan.d)))
-    worst = min(tails) * 2 * len(tails)
-    hold(worst >= FALSE_ALARM, f"its size has a chance of {worst:.2g} by chi-squared")
-    return f"chi-squared p = {min(1.0, worst):.2g}"
+    p_value = min(tails) * 2 * len(tails)
+    hold(p_value >= FALSE_ALARM, f"its size has a chance of {p_value:.2g} by chi-squared")
+    return f"chi-squared p = {min(1.0, p_value):.2g}"

@@ -13,14 +13,14 @@ from raydpfl.experiment import Experiment
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.coordinator import Coordinator
-from raydpfl.simulation.evaluation import Scored
+from raydpfl.simulation.evaluation import BatchScores
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.pool import Inline
-from raydpfl.simulation.recorder import joined
+from raydpfl.simulation.pool import InlinePool
+from raydpfl.simulation.recorder import join_columns
 from raydpfl.simulation.scheduler import Costs, assign_chunks, assign_clients, assign_singly
 
 
-class SeveralActors(Inline):
+class SeveralActors(InlinePool):
     """Several client actors in this process, or one per client (`actors` 0). Everything between
     them and the coordinator is pickled, and the last result comes first.
     """
@@ -29,7 +29,7 @@ class SeveralActors(Inline):
         super().__init__(experiment, shards)
         self.per_client = actors == 0
         self.count = actors or self.client.shards.clients
-        self._assign = assign_clients if experiment.clients_are_units else assign_chunks
+        self._assign = assign_clients if experiment.is_chunk_invariant else assign_chunks
         self._make = cache(lambda index: ClientActor(experiment, shards))
 
     def assign(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
@@ -58,17 +58,19 @@ class SeveralActors(Inline):
         ]
         return np.concatenate(losses)
 
-    def evaluate(self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]) -> list[Scored]:
+    def evaluate(
+        self, model: np.ndarray, t: int, client_parameters: Mapping[int, np.ndarray]
+    ) -> list[BatchScores]:
         batches = len(self.client.evaluator.batches)
-        scores: dict[int, list[Scored]] = {}
+        scores: dict[int, list[BatchScores]] = {}
         for index in reversed(range(batches)):
             actor = self._make(index % self.count)
-            scored = actor.evaluate(model, t, [index], own)
-            scores[index] = pickle.loads(pickle.dumps(scored))
-        return [scored for index in range(batches) for scored in scores[index]]
+            evaluation = actor.evaluate(model, t, [index], client_parameters)
+            scores[index] = pickle.loads(pickle.dumps(evaluation))
+        return [evaluation for index in range(batches) for evaluation in scores[index]]
 
 
-class Watched(Coordinator):
+class RecordingCoordinator(Coordinator):
     """A coordinator that keeps what its clients have sent."""
 
     def __init__(self, plan: Plan, out: str, **options: Any):
@@ -76,38 +78,38 @@ class Watched(Coordinator):
         self.totals: list[np.ndarray] = []  # of each round, float64 [d]
         self.columns: list[Columns] = []
         self.bounds: list[float | None] = []
-        self.added: list[np.ndarray | None] = []
+        self.server_noise: list[np.ndarray | None] = []
 
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
         total, results = super().collect(t, cohort)
         self.totals.append(total)
-        self.columns.append(joined(results))
+        self.columns.append(join_columns(results))
         self.bounds.append(self.state.bound)
         return total, results
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
-        released = super().release(t, total)
-        self.added.append(self._added)
-        return released
+        released_sum = super().release(t, total)
+        self.server_noise.append(self._server_noise)
+        return released_sum
 
 
-def carried_out(
+def run_plan(
     plan: Plan,
     out: Path,
     actors: int | None = None,
-    until: int | None = None,
+    stop_round: int | None = None,
     resume: bool = False,
-) -> Watched:
-    """A run of a plan in the directory `out`, saved after its last round or the first `until`, on
-    `actors` client actors (0: one per client, None: inline).
+) -> RecordingCoordinator:
+    """A run of a plan in the directory `out`, saved after its last round or the first `stop_round`,
+    on `actors` client actors (0: one per client, None: inline).
     """
     out.mkdir(parents=True, exist_ok=True)
-    coordinator = Watched(plan, str(out), resume=resume)
+    coordinator = RecordingCoordinator(plan, str(out), resume=resume)
     coordinator.start()
     if actors is not None:
         coordinator.pool = SeveralActors(plan.experiment, str(plan.shards), actors)
-    last = plan.experiment.rounds if until is None else until
-    while coordinator.position() < last:
+    last_round = plan.experiment.rounds if stop_round is None else stop_round
+    while coordinator.position() < last_round:
         coordinator.round()
     coordinator.save()
     return coordinator

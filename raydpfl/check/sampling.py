@@ -1,6 +1,6 @@
 """The contract of a sampling scheme: see `raydpfl.privacy.sampling`."""
 
-from raydpfl.check.claims import NOISE, RELATIONS, Claims, Lone
+from raydpfl.check.claims import NOISE, RELATIONS, Claims, LoneClient
 from raydpfl.check.contract import hold
 from raydpfl.privacy import rdp
 
@@ -14,8 +14,8 @@ def words(case: Claims) -> str:
     hold(isinstance(scheme.kind, str) and scheme.kind, "it has no kind, its name in the ledger")
     hold(isinstance(words, str) and words, f"words gives {words!r}")
     for relation in RELATIONS:
-        refused = scheme.refuses(relation)
-        hold(refused is None or (isinstance(refused, str) and refused), f"refuses: {refused!r}")
+        refusal = scheme.refuses(relation)
+        hold(refusal is None or (isinstance(refusal, str) and refusal), f"refuses: {refusal!r}")
     return words
 
 
@@ -34,9 +34,9 @@ def chances(case: Claims) -> str:
 
 def covered(case: Claims) -> str:
     """Some rigorous accountant covers it, under some relation."""
-    covered = [f"{one.name} under {relation}" for one, _, relation, _ in case.covered()]
-    hold(covered, f"{case.sampling}: give curves, renyi or both")
-    return ", ".join(covered)
+    coverage = [f"{one.name} under {relation}" for one, _, relation, _ in case.covered()]
+    hold(coverage, f"{case.sampling}: give curves, renyi or both")
+    return ", ".join(coverage)
 
 
 def renyi_curve(case: Claims) -> str:
@@ -49,11 +49,11 @@ def renyi_curve(case: Claims) -> str:
             mu = next(case.mechanisms(z)).mu(relation)
             curve = scheme.renyi(case.sampling, mu, relation)
             hold(curve.shape == rdp.ORDERS.shape, f"{list(curve.shape)} divergences")
-            lone = Lone.of(case.sampling, relation, mu)
-            for order, claimed in zip(rdp.ORDERS.tolist(), curve.tolist(), strict=True):
+            lone = LoneClient.of(case.sampling, relation, mu)
+            for order, claim in zip(rdp.ORDERS.tolist(), curve.tolist(), strict=True):
                 if not 1.1 <= order <= ORDERS:
                     continue
-                least = lone.renyi(order)
-                wrong = f"{claimed:.4g} at order {order:g} with noise {z:g}, under {relation}"
-                hold(claimed >= least * (1 - 1e-4), f"{wrong}; a lone client has {least:.4g}")
+                floor = lone.renyi(order)
+                message = f"{claim:.4g} at order {order:g} with noise {z:g}, under {relation}"
+                hold(claim >= floor * (1 - 1e-4), f"{message}; a lone client has {floor:.4g}")
     return f"orders up to {ORDERS:g} held against an integral"

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from raydpfl.check.contract import hold, made_up
+from raydpfl.check.contract import hold, normals
 from raydpfl.check.example import Example
 from raydpfl.core import native
 from raydpfl.core.messages import check_bound
@@ -16,7 +16,7 @@ from raydpfl.methods.bounding import Bounding
 from raydpfl.methods.local import Sgd
 from raydpfl.models import flatten
 from raydpfl.models.tasks.regression import Regression
-from raydpfl.training.backends import BACKENDS, lacking
+from raydpfl.training.backends import BACKENDS, missing_requirement
 from raydpfl.training.trainer import Trainer
 
 EXPONENTS = range(-30, 31, 3)
@@ -32,53 +32,53 @@ def scales(case: Example) -> str:
     member = case.member
     if member.initial_bound is None and member.sample_bound is None:
         return "bounds nothing"
-    tried = "bound" in case.values
+    has_bound = "bound" in case.values
     scales = [
         exponent
-        for exponent in (EXPONENTS if tried else (0,))
-        if _keeps(case, {"bound": 10.0**exponent} if tried else {})
+        for exponent in (EXPONENTS if has_bound else (0,))
+        if _accepts_bound(case, {"bound": 10.0**exponent} if has_bound else {})
     ]
     hold(scales, "no bound is taken")
-    return f"bounds of 1e{scales[0]} to 1e{scales[-1]}" if tried else "the bound that it has"
+    return f"bounds of 1e{scales[0]} to 1e{scales[-1]}" if has_bound else "the bound that it has"
 
 
-def _keeps(case: Example, bound: dict[str, float]) -> bool:
-    """Whether a bound is taken. Raises `Broken` for one that is taken and not kept."""
+def _accepts_bound(case: Example, bound: dict[str, float]) -> bool:
+    """Whether a bound is taken. Raises `BrokenClause` for one that is taken and not kept."""
     values = case.values | bound
     try:
         member: Bounding = Example(case.section, values).member
-        most = member.initial_bound or member.sample_bound
-        assert most is not None
-        check_bound("bounding.bound", most)
+        limit = member.initial_bound or member.sample_bound
+        assert limit is not None
+        check_bound("bounding.bound", limit)
     except ConfigError:
         return False
     if member.initial_bound is not None:
-        _hold_vectors(member, most)
+        _check_vectors(member, limit)
     else:
-        for backend in (name for name in BACKENDS if not lacking(name, Sgd(), most)):
-            hold_samples(backend, most)
+        for backend in (name for name in BACKENDS if not missing_requirement(name, Sgd(), limit)):
+            check_samples(backend, limit)
     return True
 
 
-def _hold_vectors(member: Bounding, most: float) -> None:
-    rows = torch.from_numpy(made_up(WIDTH)).float() * 10.0 ** torch.tensor(EXPONENTS)[:, None]
+def _check_vectors(member: Bounding, bound: float) -> None:
+    rows = torch.from_numpy(normals(WIDTH)).float() * 10.0 ** torch.tensor(EXPONENTS)[:, None]
     for vectors in (rows, rows.double()):
         norms = torch.from_numpy(native.norms(vectors))
         with keyed_globals(1):
-            factors = member.factors(norms.clone(), most)
-        sent = (factors[:, None] * vectors.double()).tolist()
-        for exponent, norm in zip(EXPONENTS, (math.hypot(*row) for row in sent), strict=True):
-            beyond = f"a vector of size 1e{exponent} is sent with norm {norm:g}, above {most:g}"
-            hold(norm <= most * (1 + 1e-9), beyond)
+            factors = member.factors(norms.clone(), bound)
+        outputs = (factors[:, None] * vectors.double()).tolist()
+        for exponent, norm in zip(EXPONENTS, (math.hypot(*row) for row in outputs), strict=True):
+            message = f"a vector of size 1e{exponent} is sent with norm {norm:g}, above {bound:g}"
+            hold(norm <= bound * (1 + 1e-9), message)
 
 
-def hold_samples(backend: str, bound: float) -> None:
-    """Raises `Broken` unless a step of this backend, of one sample, is within the bound on its
-    gradient, for inputs and errors of every size, or shows as not finite. Only weights that are 0
-    are looked at, as others round the step that they are moved by.
+def check_samples(backend: str, bound: float) -> None:
+    """Raises `BrokenClause` unless a step of this backend, of one sample, is within the bound on
+    its gradient, for inputs and errors of every size, or shows as not finite. Only weights that
+    are 0 are looked at, as others round the step that they are moved by.
     """
-    sizes = [(one, other) for one in PARTIAL for other in PARTIAL]
-    x = torch.from_numpy(made_up(len(sizes), 1, 1, 6, 6)).float()
+    sizes = [(inputs, errors) for inputs in PARTIAL for errors in PARTIAL]
+    x = torch.from_numpy(normals(len(sizes), 1, 1, 6, 6)).float()
     y = torch.ones(len(sizes), 1)
     for place, (inputs, errors) in enumerate(sizes):
         x[place] *= 10.0**inputs
@@ -94,9 +94,9 @@ def hold_samples(backend: str, bound: float) -> None:
             for slot, step in zip(block.slots.tolist(), steps, strict=True):
                 norm = math.hypot(*step)
                 inputs, errors = sizes[slot]
-                beyond = f"{backend}: inputs of 1e{inputs}, an error of 1e{errors}: {norm:g}"
-                within = norm <= bound * (1 + ROUNDING) or not math.isfinite(norm)
-                hold(within, f"{beyond}, above {bound:g}")
+                message = f"{backend}: inputs of 1e{inputs}, an error of 1e{errors}: {norm:g}"
+                is_bounded = norm <= bound * (1 + ROUNDING) or not math.isfinite(norm)
+                hold(is_bounded, f"{message}, above {bound:g}")
 
 
 def _module(backend: str, bias: bool) -> tuple[nn.Module, int]:
@@ -104,11 +104,11 @@ def _module(backend: str, bias: bool) -> tuple[nn.Module, int]:
     that are too small to move it.
     """
     last = nn.Linear(36 if backend != "convolutional" else 8, 1, bias=bias)
-    before: list[nn.Module] = [nn.Flatten()]
+    layers: list[nn.Module] = [nn.Flatten()]
     if backend == "convolutional":
         filters = nn.Conv2d(1, 2, 3, bias=False)
         nn.init.constant_(filters.weight, 2.0**-30)
-        before = [filters, nn.MaxPool2d(2), nn.ReLU(), nn.Flatten()]
+        layers = [filters, nn.MaxPool2d(2), nn.ReLU(), nn.Flatten()]
     for parameter in last.parameters():
         nn.init.zeros_(parameter)
-    return nn.Sequential(*before, last), sum(each.numel() for each in last.parameters())
+    return nn.Sequential(*layers, last), sum(weight.numel() for weight in last.parameters())

@@ -10,10 +10,10 @@ import numpy as np
 from raydpfl.check import claims
 from raydpfl.check import sampling as schemes
 from raydpfl.check.claims import Claims
-from raydpfl.check.contract import FALSE_ALARM, clauses_of, hold, made_up
+from raydpfl.check.contract import FALSE_ALARM, clauses_of, hold, normals
 from raydpfl.check.example import Example
-from raydpfl.errors import RAISED
-from raydpfl.methods.population import composed
+from raydpfl.errors import USER_EXCEPTIONS
+from raydpfl.methods.population import check_composed_rounds
 from raydpfl.methods.selection import Cohort, Population, Selection
 from raydpfl.simulation.sampling_monitor import SamplingMonitor
 
@@ -21,12 +21,12 @@ ROUNDS = 400
 DRAWS = 100_000  # of a user-defined selection
 SECONDS = 24  # in which as many of them are drawn as can be
 SEEDS = (2, 3, 4, 5)
-MOST = 100_000  # clients to draw among
+MAX_CLIENTS = 100_000  # clients to draw among
 
 
 def _ask(clients: np.ndarray) -> np.ndarray:
     """Losses of these clients."""
-    return np.abs(made_up(1 + int(clients.max()))[clients])
+    return np.abs(normals(1 + int(clients.max()))[clients])
 
 
 def _draw(member: Selection, seed: int, t: int, population: Population) -> Cohort:
@@ -37,80 +37,80 @@ def cohorts(case: Example) -> str:
     """A cohort is of clients of the population, a function of seed and round alone."""
     member = case.plan.experiment.selection
     population = case.plan.population
-    first = [_draw(member, 1, t, population) for t in range(6)]
-    second = pickle.loads(pickle.dumps(member))
-    fresh = pickle.loads(pickle.dumps(population))
+    first_cohorts = [_draw(member, 1, t, population) for t in range(6)]
+    member_copy = pickle.loads(pickle.dumps(member))
+    population_copy = pickle.loads(pickle.dumps(population))
     for t in reversed(range(6)):
-        clients = np.asarray(first[t].clients)
+        clients = np.asarray(first_cohorts[t].clients)
         hold(clients.dtype.kind == "i" and clients.ndim == 1, f"clients are {clients.dtype}")
-        inside = (clients >= 0) & (clients < len(population))
-        hold(inside.all(), f"round {t} has client {clients[~inside][:1]} of {len(population)}")
-        for who, among in ((member, population), (second, fresh)):
-            other = _draw(who, 1, t, among).clients
-            hold(np.array_equal(clients, other), f"drawn twice, round {t} has other clients")
-        exposed = member.exposed(1, t, population)
-        hold(np.isin(clients, exposed).all(), f"round {t} takes clients that are not exposed")
-    others = [_draw(member, 2, t, population).clients for t in range(6)]
-    same = all(map(np.array_equal, [draw.clients for draw in first], others))
-    secret = member.sampling(population).hidden
-    hold(not (secret and same), "a secret cohort is the same for every seed")
-    return f"{len(first[0])} clients in round 0"
+        mask = (clients >= 0) & (clients < len(population))
+        hold(mask.all(), f"round {t} has client {clients[~mask][:1]} of {len(population)}")
+        for sampler, pool in ((member, population), (member_copy, population_copy)):
+            repeat = _draw(sampler, 1, t, pool).clients
+            hold(np.array_equal(clients, repeat), f"drawn twice, round {t} has other clients")
+        candidates = member.exposed(1, t, population)
+        hold(np.isin(clients, candidates).all(), f"round {t} takes clients that are not exposed")
+    seed_clients = [_draw(member, 2, t, population).clients for t in range(6)]
+    is_seedless = all(map(np.array_equal, [draw.clients for draw in first_cohorts], seed_clients))
+    is_secret = member.sampling(population).hidden
+    hold(not (is_secret and is_seedless), "a secret cohort is the same for every seed")
+    return f"{len(first_cohorts[0])} clients in round 0"
 
 
 def follows_sampling(case: Example) -> str:
     """Draws follow the sampling scheme that it declares."""
     member = case.plan.experiment.selection
     population = case.plan.population
-    declared = member.sampling(population)
-    composed_rounds = composed(member, 1, ROUNDS, population)
-    least = member.clients_left(1, ROUNDS, population)
-    if declared.coins is not None or declared.size is None:
-        least = 0
+    declared_sampling = member.sampling(population)
+    composed_rounds = check_composed_rounds(member, 1, ROUNDS, population)
+    min_clients = member.clients_left(1, ROUNDS, population)
+    if declared_sampling.coins is not None or declared_sampling.size is None:
+        min_clients = 0
     rate = FALSE_ALARM / (len(SEEDS) + 1)
     pairs = member.is_user_defined
     monitor = SamplingMonitor(
-        member, population, composed_rounds, least, True, pairs=pairs, false_alarm=rate
+        member, population, composed_rounds, min_clients, True, pairs=pairs, false_alarm=rate
     )
-    seen: Counter[int] = Counter()
+    participation_counts: Counter[int] = Counter()
     for t in range(ROUNDS):
         cohort = _draw(member, 1, t, population)
         if member.asks:
             monitor.check_candidates(t, member.exposed(1, t, population))
-        monitor.check(t, cohort, seen)
-        seen.update(cohort.clients.tolist())
-    detail = f"{declared}, {ROUNDS} rounds"
+        monitor.check(t, cohort, participation_counts)
+        participation_counts.update(cohort.clients.tolist())
+    detail = f"{declared_sampling}, {ROUNDS} rounds"
     if member.is_user_defined and not member.asks:
-        populations = [population] if declared.hidden else []
-        populations += _suited(member)
-        detail += _many(member, populations, rate) if populations else ""
+        populations = [population] if declared_sampling.hidden else []
+        populations += _secret_populations(member)
+        detail += _check_many_cohorts(member, populations, rate) if populations else ""
     return detail
 
 
-def _many(member: Selection, populations: list[Population], rate: float) -> str:
+def _check_many_cohorts(member: Selection, populations: list[Population], rate: float) -> str:
     """Holds many cohorts against the sampling scheme."""
-    drawn = 0
+    cohort_count = 0
     start = time.monotonic()
     for number, seed in enumerate(SEEDS, 1):
         population = populations[min(number, len(populations)) - 1]
-        until = start + SECONDS * number / len(SEEDS)
+        deadline = start + SECONDS * number / len(SEEDS)
         rounds = DRAWS // len(SEEDS)
-        composed_rounds = composed(member, seed, rounds, population)
+        composed_rounds = check_composed_rounds(member, seed, rounds, population)
         monitor = SamplingMonitor(
             member, population, composed_rounds, 0, True, pairs=True, false_alarm=rate
         )
-        seen: Counter[int] = Counter()
+        participation_counts: Counter[int] = Counter()
         for t in range(rounds):
             cohort = member.draw(seed, t, population)
-            monitor.check(t, cohort, seen)
-            seen.update(cohort.clients.tolist())
-            if time.monotonic() > until:
+            monitor.check(t, cohort, participation_counts)
+            participation_counts.update(cohort.clients.tolist())
+            if time.monotonic() > deadline:
                 break
-        drawn += t + 1
-    fewer = "" if drawn >= DRAWS else f" (as many as {SECONDS} s allow, of {DRAWS:,})"
-    return f"; {drawn:,} cohorts, among up to {len(populations[-1])} clients{fewer}"
+        cohort_count += t + 1
+    note = "" if cohort_count >= DRAWS else f" (as many as {SECONDS} s allow, of {DRAWS:,})"
+    return f"; {cohort_count:,} cohorts, among up to {len(populations[-1])} clients{note}"
 
 
-def _suited(member: Selection) -> list[Population]:
+def _secret_populations(member: Selection) -> list[Population]:
     """Up to three populations that suit the numbers in the fields of a member, of as many clients
     as a field says or ten times as many, four times as many as the ids in a list need, or 1,000,
     and that it draws secret cohorts from, the largest last.
@@ -118,45 +118,46 @@ def _suited(member: Selection) -> list[Population]:
     fields = member.model_dump().values()
     counts = {times * value for value in fields if type(value) is int for times in (1, 10)}
     counts.add(1000)
-    counts.add(4 * (1 + max((number for value in fields for number in _listed(value)), default=0)))
-    suited: list[Population] = []
+    largest = max((number for value in fields for number in _nested_integers(value)), default=0)
+    counts.add(4 * (1 + largest))
+    populations: list[Population] = []
     for count in sorted(counts, reverse=True):
-        if not 1 < count <= MOST or len(suited) == 3:
+        if not 1 < count <= MAX_CLIENTS or len(populations) == 3:
             continue
         population = Population(1 + np.arange(count) % 50)
         try:
             member.fits(count)
             member.draw(1, 0, population)
-            hidden = member.sampling(population).hidden
-        except RAISED:  # a user's code may raise anything
+            is_hidden = member.sampling(population).hidden
+        except USER_EXCEPTIONS:  # a user's code may raise anything
             continue
-        if hidden:
-            suited.append(population)
-    return suited[::-1]
+        if is_hidden:
+            populations.append(population)
+    return populations[::-1]
 
 
-def _listed(value: Any) -> list[int]:
+def _nested_integers(value: Any) -> list[int]:
     """The whole numbers in a list or mapping, and in those within it."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if not isinstance(value, (list, tuple, set, frozenset)):
         return []
-    inner = [number for item in value for number in _listed(item)]
-    return inner + [item for item in value if type(item) is int]
+    nested_numbers = [number for item in value for number in _nested_integers(item)]
+    return nested_numbers + [item for item in value if type(item) is int]
 
 
 def composed_rounds(case: Example) -> str:
     """The rounds that accountants compose over never fall, and hold all that a client is in."""
     member = case.plan.experiment.selection
     population = case.plan.population
-    rounds = composed(member, 1, 50, population)
-    seen: Counter[int] = Counter()
+    rounds = check_composed_rounds(member, 1, 50, population)
+    participation_counts: Counter[int] = Counter()
     for t in range(50):
-        seen.update(member.exposed(1, t, population).tolist())
-        most = max(seen.values(), default=0)
-        repeated = member.sampling(population).repeats
-        enough = rounds[t] >= most or repeated
-        hold(enough, f"a client is in {most} of {t + 1} rounds, and {rounds[t]} are composed")
+        participation_counts.update(member.exposed(1, t, population).tolist())
+        count = max(participation_counts.values(), default=0)
+        has_repeats = member.sampling(population).repeats
+        is_covered = rounds[t] >= count or has_repeats
+        hold(is_covered, f"a client is in {count} of {t + 1} rounds, and {rounds[t]} are composed")
     return f"{rounds[-1]} of 50 rounds"
 
 
@@ -170,9 +171,9 @@ def numbers(case: Example) -> str:
     if factors is not None:
         hold(factors.shape == (len(population),), f"corrections are {list(factors.shape)}")
         hold(np.isfinite(factors).all(), "a correction is not finite")
-    declared = member.sampling(population)
-    secret = declared.coins is None or member.hides_size()
-    hold(secret, "each client has a coin of its own: hides_size is to be True")
+    declared_sampling = member.sampling(population)
+    hides_size = declared_sampling.coins is None or member.hides_size()
+    hold(hides_size, "each client has a coin of its own: hides_size is to be True")
     return f"divided by {divisor:g}"
 
 

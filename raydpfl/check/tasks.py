@@ -24,11 +24,11 @@ ROWS = 12  # of a client, about
 TEST = 30
 
 
-def made_up(task: Task) -> Form:
+def sample_form(task: Task) -> Form:
     """Samples that a task can be learnt of: numbers, or tokens where there is a target at each
     position.
     """
-    target = task.typical()
+    target = task.example_target()
     if len(task.outputs(target)) > 1:
         return Form(target.shape, target, task, TOKENS)
     return Form((FEATURES,), target, task)
@@ -40,12 +40,12 @@ class RandomTargets(Data):
     clients: int
 
     @classmethod
-    def gives(cls, task: Task) -> None:
+    def check_task(cls, task: Task) -> None:
         """Those of any task."""
 
     def split(self, seed: int, root: Path | None) -> Split:
         sizes = apportion(self.clients * ROWS, np.arange(self.clients) % 3 + 1.0)
-        return random_split(made_up(self.task), sizes, TEST, seed)
+        return random_split(sample_form(self.task), sizes, TEST, seed)
 
 
 def random_split(form: Form, sizes: np.ndarray, test: int, seed: int) -> Split:
@@ -53,7 +53,7 @@ def random_split(form: Form, sizes: np.ndarray, test: int, seed: int) -> Split:
     count = int(sizes.sum()) + test
     generator = stream(seed, Purpose.DATA)
     x = form.inputs(count, generator).numpy()
-    y = form.task.made_up(generator, count, form.outputs).numpy()
+    y = form.task.random_targets(generator, count, form.outputs).numpy()
     ends = np.concatenate([[0], np.cumsum(sizes)])
     return Split(
         sizes=sizes,
@@ -77,7 +77,7 @@ class LinearNet(Model):
 
 def _module_of(case: Example) -> tuple[Form, nn.Module]:
     """Samples for the task, and a module for them."""
-    form = made_up(case.member)
+    form = sample_form(case.member)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return form, LinearNet().of(form)
@@ -89,7 +89,7 @@ def _outputs(case: Example, rows: int) -> tuple[Form, torch.Tensor, torch.Tensor
     x = form.inputs(rows, stream(0, Purpose.DATA))
     with torch.no_grad():
         outputs = module(x)
-    return form, outputs, form.task.made_up(stream(0, Purpose.DATA), rows, form.outputs)
+    return form, outputs, form.task.random_targets(stream(0, Purpose.DATA), rows, form.outputs)
 
 
 def loss(case: Example) -> str:
@@ -97,68 +97,68 @@ def loss(case: Example) -> str:
     form, module = _module_of(case)
     check_loss(module, form)
     generator = stream(0, Purpose.DATA)
-    y = form.task.made_up(generator, 5, form.outputs)
+    y = form.task.random_targets(generator, 5, form.outputs)
     for scale in (0.0, 1.0, 1e3):
-        drawn = generator.standard_normal((5, *form.outputs)) * scale
-        outputs = torch.from_numpy(drawn).float().requires_grad_()
+        random_outputs = generator.standard_normal((5, *form.outputs)) * scale
+        outputs = torch.from_numpy(random_outputs).float().requires_grad_()
         losses = form.task.loss(outputs, y)
         hold(losses.shape == (5,), f"it is of shape {list(losses.shape)} for 5 samples")
         hold(torch.isfinite(losses).all(), f"outputs of size {scale:g} make it infinite")
         (gradient,) = torch.autograd.grad(losses[2], outputs, retain_graph=True)
-        wrong = f"outputs of size {scale:g} make its gradient infinite"
-        hold(torch.isfinite(gradient).all(), wrong)
+        message = f"outputs of size {scale:g} make its gradient infinite"
+        hold(torch.isfinite(gradient).all(), message)
         hold(not gradient[[0, 1, 3, 4]].any(), "a sample's loss depends on other samples' outputs")
     return "finite, of each sample alone"
 
 
-def same_twice(case: Example) -> str:
+def same_loss(case: Example) -> str:
     """It keeps nothing: asked twice, the loss is the same to the last bit."""
     form, outputs, y = _outputs(case, 5)
-    first = form.task.loss(outputs.clone(), y.clone())
+    first_loss = form.task.loss(outputs.clone(), y.clone())
     form.task.loss(-2 * outputs, y)
-    hold(torch.equal(form.task.loss(outputs, y), first), "asked twice, it is another")
+    hold(torch.equal(form.task.loss(outputs, y), first_loss), "asked twice, it is another")
     return "the same loss twice"
 
 
 def right(case: Example) -> str:
     """What is met is no more than what counts, and adds up over batches."""
     form, outputs, y = _outputs(case, 9)
-    met, counted = map(int, form.task.right(outputs, y))
-    hold(0 <= met <= counted, f"right gives {met} of {counted}")
+    hits, total = map(int, form.task.right(outputs, y))
+    hold(0 <= hits <= total, f"right gives {hits} of {total}")
     parts = [form.task.right(outputs[part], y[part]) for part in (slice(0, 4), slice(4, 9))]
-    hold((met, counted) == tuple(map(sum, zip(*parts, strict=True))), "two batches give others")
-    named = "accuracy" in form.task.scores()
-    hold(named == (counted > 0), "scores names an accuracy, or right gives one, and not both")
-    return f"{met} of {counted}" if counted else "no accuracy"
+    hold((hits, total) == tuple(map(sum, zip(*parts, strict=True))), "two batches give others")
+    has_accuracy = "accuracy" in form.task.scores()
+    hold(has_accuracy == (total > 0), "scores names an accuracy, or right gives one, and not both")
+    return f"{hits} of {total}" if total else "no accuracy"
 
 
-def written_out(case: Example) -> str:
+def closed_form_loss(case: Example) -> str:
     """The closed form that backends go by is that of the loss."""
     form, _ = _module_of(case)
-    closed = form.task.closed()
-    if closed is None:
+    closed_form = form.task.loss_form()
+    if closed_form is None:
         return "none: backends differentiate the loss"
     generator = stream(0, Purpose.DATA)
-    y = form.task.made_up(generator, 7, form.outputs)
+    y = form.task.random_targets(generator, 7, form.outputs)
     outputs = torch.from_numpy(generator.standard_normal((7, *form.outputs))).float()
     forms = {
         "softmax": lambda: -torch.log_softmax(outputs, 1)[torch.arange(7), y],
         "squares": lambda: (outputs - y.view(outputs.shape)).square().mean(1) / 2,
     }
-    hold(closed in forms, f"closed gives {closed!r}, which is none of {', '.join(forms)}")
-    expected = forms[closed]()
-    hold(close(form.task.loss(outputs, y), expected, 1e-5), f"the loss is not {closed}")
-    return closed
+    hold(closed_form in forms, f"loss_form gives {closed_form!r}, not one of {', '.join(forms)}")
+    expected = forms[closed_form]()
+    hold(close(form.task.loss(outputs, y), expected, 1e-5), f"the loss is not {closed_form}")
+    return closed_form
 
 
-def every_backend(case: Example) -> str:
+def backend_agreement(case: Example) -> str:
     """Every backend that takes the task has the same first steps."""
     form, module = _module_of(case)
-    done = []
+    agreeing_backends = []
     for clip in (None, 1.0):
         for backend in backends(Sgd(), clip):
-            wrong = mismatch(module, Sgd(), form, backend, clip)
-            hold(wrong is None or "off by" not in wrong, f"{backend}: {wrong}")
-            done += [] if wrong else [backend]
-    hold("vmap" in done, "vmap cannot carry it out")
-    return f"{', '.join(dict.fromkeys(done))} as the loop"
+            difference = mismatch(module, Sgd(), form, backend, clip)
+            hold(difference is None or "off by" not in difference, f"{backend}: {difference}")
+            agreeing_backends += [] if difference else [backend]
+    hold("vmap" in agreeing_backends, "vmap cannot carry it out")
+    return f"{', '.join(dict.fromkeys(agreeing_backends))} as the loop"

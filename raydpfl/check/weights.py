@@ -13,7 +13,7 @@ POPULATIONS = (
 )
 
 
-def _of(case: Example, sizes: np.ndarray) -> np.ndarray:
+def _weights(case: Example, sizes: np.ndarray) -> np.ndarray:
     counts = sizes.astype(np.int64)
     copy = counts.copy()
     weights = np.asarray(case.member.of(counts, int(counts.sum()), len(counts)))
@@ -24,9 +24,9 @@ def _of(case: Example, sizes: np.ndarray) -> np.ndarray:
 def numbers(case: Example) -> str:
     """There is one finite number for each client."""
     for sizes in POPULATIONS:
-        weights = _of(case, sizes)
-        wrong = f"{len(sizes)} clients get {list(weights.shape)} weights"
-        hold(weights.shape == sizes.shape, wrong)
+        weights = _weights(case, sizes)
+        message = f"{len(sizes)} clients get {list(weights.shape)} weights"
+        hold(weights.shape == sizes.shape, message)
         hold(np.isfinite(weights).all(), f"a weight of {len(sizes)} clients is not finite")
     return f"{len(POPULATIONS)} populations"
 
@@ -34,24 +34,26 @@ def numbers(case: Example) -> str:
 def mean(case: Example) -> str:
     """The weights have mean 1 over the population."""
     for sizes in POPULATIONS:
-        mean = float(_of(case, sizes).mean())
+        mean = float(_weights(case, sizes).mean())
         hold(abs(mean - 1) <= 1e-9, f"the mean over {len(sizes)} clients is {mean:.6g}")
-        hold(not case.member.plain() or (_of(case, sizes) == 1).all(), "plain weights are not 1")
+        hold(
+            not case.member.plain() or (_weights(case, sizes) == 1).all(), "plain weights are not 1"
+        )
     return "1, over every population"
 
 
 def no_hidden_state(case: Example) -> str:
     """They are a function of the sizes alone."""
-    first = [_of(case, sizes) for sizes in POPULATIONS]
-    second = [_of(case, sizes) for sizes in reversed(POPULATIONS)][::-1]
+    first = [_weights(case, sizes) for sizes in POPULATIONS]
+    second = [_weights(case, sizes) for sizes in reversed(POPULATIONS)][::-1]
     hold(all(map(np.array_equal, first, second)), "asked twice, they are others")
     return "the same twice"
 
 
 def largest(case: Example) -> str:
     """The largest weight is what the accountants count on."""
-    largest = float(np.abs(_of(case, case.plan.population.sizes)).max())
-    stated = case.plan.weight
-    wrong = f"a client counts {largest:g}, and {stated:g} is accounted for"
-    hold(largest <= stated * (1 + 1e-12), wrong)
-    return f"{stated:.4g}"
+    largest = float(np.abs(_weights(case, case.plan.population.sizes)).max())
+    accounted_weight = case.plan.weight
+    message = f"a client counts {largest:g}, and {accounted_weight:g} is accounted for"
+    hold(largest <= accounted_weight * (1 + 1e-12), message)
+    return f"{accounted_weight:.4g}"

@@ -34,16 +34,16 @@ datasets.command("fetch")(data.fetch)
 datasets.command("describe")(data.describe)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(flag: bool) -> None:
+    if flag:
         import raydpfl
 
         print(f"raydpfl {raydpfl.__version__}")
         raise typer.Exit
 
 
-def _show_frames(asked: bool) -> None:
-    if asked:
+def _show_frames(flag: bool) -> None:
+    if flag:
         os.environ[exit_codes.DEBUG] = "1"
 
 

@@ -15,7 +15,7 @@ import typer
 import yaml
 
 import raydpfl
-from raydpfl.storage.files import cache_root, keep_json, kept_json, read_text
+from raydpfl.storage.files import cache_root, keep_json, read_own_json, read_text
 
 Values = dict[str, list[str]]  # the values worth offering, by key
 # the keys of each kind, by family; a section without kinds has one whose name is empty
@@ -29,11 +29,11 @@ UNSECTIONED = ("measure", "track", "evaluate.metrics", "privacy.accountants", "s
 
 def kinds(incomplete: str) -> list[str]:
     """For `raydpfl kinds`: families, and the members of one once no other is meant."""
-    every = fields()
-    names = [name for name in every if name.startswith(incomplete)]
-    for family in every:
+    family_fields = fields()
+    names = [name for name in family_fields if name.startswith(incomplete)]
+    for family in family_fields:
         if names == [family] or incomplete.startswith(family):
-            names += [f"{family}.{kind}" for kind in every[family] if kind]
+            names += [f"{family}.{kind}" for kind in family_fields[family] if kind]
     return _matches(names, incomplete)
 
 
@@ -43,7 +43,7 @@ def members(incomplete: str) -> list[str]:
     return _matches(names, incomplete)
 
 
-def after_colon(context: typer.Context, incomplete: str) -> list[str]:
+def kinds_after_colon(context: typer.Context, incomplete: str) -> list[str]:
     """The kinds of a family that bash has cut off, as it takes a colon for a word of its own."""
     words = context.params.get("overrides") or []
     if (words and words != [":"]) or (not words and incomplete != ":"):
@@ -51,12 +51,12 @@ def after_colon(context: typer.Context, incomplete: str) -> list[str]:
     return _matches(fields().get(context.params.get("member", ""), {}), incomplete.strip(":"))
 
 
-def of_family(family: str) -> Callable[[str], list[str]]:
+def family_completer(family: str) -> Callable[[str], list[str]]:
     """What completes the members of one family."""
     return lambda incomplete: _matches(fields()[family], incomplete)
 
 
-def one_of(*words: str) -> Callable[[str], list[str]]:
+def word_completer(*words: str) -> Callable[[str], list[str]]:
     """What completes one of these words."""
     return lambda incomplete: _matches(words, incomplete)
 
@@ -82,23 +82,23 @@ def overrides(context: typer.Context, incomplete: str) -> list[str]:
     """
     words = [*(context.params.get("overrides") or ())]
     tree = _tree(context.params.get("config"))
-    for override in _joined(words):
-        _put(tree, *override.split("=", 1))
-    offered = dict(_offered(tree))
-    before = words[:-1] if words[-1:] == ["="] else words  # typer leaves out one that comes last
-    if before and before[-1] in offered and not (before is words and incomplete):
-        return _matches(offered[before[-1]], incomplete)
+    for override in _join_words(words):
+        _apply_override(tree, *override.split("=", 1))
+    choices = dict(_field_values(tree))
+    line = words[:-1] if words[-1:] == ["="] else words  # typer leaves out one that comes last
+    if line and line[-1] in choices and not (line is words and incomplete):
+        return _matches(choices[line[-1]], incomplete)
     key, sign, start = incomplete.partition("=")
     if not sign:
-        offers = [f"{each}=" for each in _matches(offered, key)]
+        offers = [f"{field}=" for field in _matches(choices, key)]
         if len(offers) > 1:
             return offers
         key = offers[0].strip("=") if offers else key  # with its values no shell ends the word
-    values = [f"{key}={value}" for value in _matches(offered.get(key, ()), start)]
+    values = [f"{key}={value}" for value in _matches(choices.get(key, ()), start)]
     return values if sign else [*offers, *values]
 
 
-def _joined(words: list[str]) -> Iterator[str]:
+def _join_words(words: list[str]) -> Iterator[str]:
     """Whole overrides, of words that a shell may have cut at `=`."""
     for place, word in enumerate(words):
         if "=" in word.strip("="):
@@ -107,7 +107,7 @@ def _joined(words: list[str]) -> Iterator[str]:
             yield f"{words[place - 1]}={words[place + 1]}"
 
 
-def _put(tree: dict[str, Any], key: str, value: str) -> None:
+def _apply_override(tree: dict[str, Any], key: str, value: str) -> None:
     """Puts an override into the tree; another kind takes the place of all that was there."""
     *sections, last = key.split(".")
     node = tree
@@ -120,20 +120,20 @@ def _put(tree: dict[str, Any], key: str, value: str) -> None:
     node[last] = value
 
 
-def _offered(tree: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+def _field_values(tree: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     """Every field of the config's sections, with its values."""
-    every = fields()
-    for family, members_of in every.items():
+    family_fields = fields()
+    for family, kind_fields in family_fields.items():
         section = tree if family == "config" else _section(tree, family)
         if family in UNSECTIONED or (section is None and "." in family):
             continue
         prefix = "" if family == "config" else f"{family}."
-        if "" not in members_of:
-            yield f"{prefix}kind", [*members_of]
-        usual = next(iter(members_of))  # the first of a family, and of a section without kinds
+        if "" not in kind_fields:
+            yield f"{prefix}kind", [*kind_fields]
+        usual = next(iter(kind_fields))  # the first of a family, and of a section without kinds
         kind = (section or {}).get("kind", usual) if usual else usual
-        for key, values in members_of.get(kind, {}).items():
-            if f"{prefix}{key}" not in every:  # it has fields of its own
+        for key, values in kind_fields.get(kind, {}).items():
+            if f"{prefix}{key}" not in family_fields:  # it has fields of its own
                 yield f"{prefix}{key}", values
 
 
@@ -163,11 +163,11 @@ def fields() -> Fields:
     """All fields of a config, from the cache, or from the classes."""
     path = cache_root() / "completion" / f"{_state()}.json"
     try:
-        return kept_json(path)
+        return read_own_json(path)
     except (OSError, ValueError):
-        cached = table()
-        keep_json(path, cached)
-        return cached
+        field_table = table()
+        keep_json(path, field_table)
+        return field_table
 
 
 def _state() -> str:
@@ -181,11 +181,11 @@ def table() -> Fields:
     """All fields of a config, from the classes."""
     from raydpfl.cli import kinds as reference
 
-    found: Fields = {}
+    field_table: Fields = {}
     for one in reference.of():
         values = {key.name: _values(key) for key in one.keys}
-        found.setdefault(one.family, {})[one.kind] = values
-    return found
+        field_table.setdefault(one.family, {})[one.kind] = values
+    return field_table
 
 
 def _values(key: Any) -> list[str]:

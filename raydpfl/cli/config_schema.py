@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from raydpfl.experiment import SECTIONS, Experiment
-from raydpfl.privacy.papers import cited
+from raydpfl.privacy.papers import cite_papers
 
 # Sections in which a kind may stand for the member.
 BY_NAME = ("data.task", "evaluate.metrics", "measure", "track")
@@ -34,14 +34,14 @@ def schema() -> dict[str, Any]:
             member = section(cls)
             definitions |= member.pop("$defs", {})
             member["properties"]["kind"] = {"const": kind}
-            if kind != spec.usual:
+            if kind != spec.default_kind:
                 member["required"] = ["kind", *member.get("required", ())]
             definitions[f"{name}.{kind}"] = member
         # one of the kinds, or a user-defined class by its import path, with any fields
-        any_fields = {"type": "object", "properties": {"kind": USER_DEFINED}, "required": ["kind"]}
-        choices = [*({"$ref": f"#/$defs/{name}.{kind}"} for kind in spec.family), any_fields]
-        by_name = [{"enum": [*spec.family]}, USER_DEFINED] if name in BY_NAME else []
-        definitions[name] = {"anyOf": [*choices, *by_name]}
+        user_member = {"type": "object", "properties": {"kind": USER_DEFINED}, "required": ["kind"]}
+        choices = [*({"$ref": f"#/$defs/{name}.{kind}"} for kind in spec.family), user_member]
+        name_schemas = [{"enum": [*spec.family]}, USER_DEFINED] if name in BY_NAME else []
+        definitions[name] = {"anyOf": [*choices, *name_schemas]}
     for name, spec in SECTIONS.items():
         if spec.family is not None and name not in ("personal", "evaluate.fine_tune"):
             definitions[spec.base.__name__] = {"$ref": f"#/$defs/{name}"}
@@ -55,13 +55,13 @@ def schema() -> dict[str, Any]:
 
 def section(cls: type[BaseModel]) -> dict[str, Any]:
     """A mapping with the fields of a section or member, as pydantic describes it."""
-    return json.loads(json.dumps(cls.model_json_schema()), object_hook=_described)
+    return json.loads(json.dumps(cls.model_json_schema()), object_hook=_clean_node)
 
 
-def _described(node: dict[str, Any]) -> dict[str, Any]:
+def _clean_node(node: dict[str, Any]) -> dict[str, Any]:
     """A part of a schema without its title, and with papers by author and year."""
     if isinstance(node.get("title"), str):
         del node["title"]
     if isinstance(node.get("description"), str):
-        node["description"] = cited(node["description"])
+        node["description"] = cite_papers(node["description"])
     return node

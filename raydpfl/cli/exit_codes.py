@@ -14,12 +14,19 @@ from typing import NoReturn
 import typer
 
 from raydpfl.core import signals
-from raydpfl.errors import ConfigError, RunError, brief, exited, frames_of_user, traceback_text
+from raydpfl.errors import (
+    ConfigError,
+    RunError,
+    brief_traceback,
+    exit_message,
+    frames_of_user,
+    traceback_text,
+)
 
 DEBUG = "RAYDPFL_DEBUG"  # in the environment: errors show all frames
 
 
-class _Begun:
+class _CurrentCommand:
     """What this process carries out, if it can be gone on with, and in which directory, if that is
     known yet.
     """
@@ -31,42 +38,42 @@ class _Begun:
 @contextmanager
 def resumable(folder: Path | str | None, command: str = "run") -> Iterator[None]:
     """Within it an interrupt says how to go on with what is in `folder`."""
-    _Begun.command = command
-    _Begun.folder = folder
+    _CurrentCommand.command = command
+    _CurrentCommand.folder = folder
     yield
-    _Begun.command = ""
+    _CurrentCommand.command = ""
 
 
-def interrupted(error: str = "") -> str:
+def interrupt_message(error: str = "") -> str:
     """What is said of an interrupt, by which something may have failed."""
     message = f"interrupted ({error})" if error else "interrupted"
-    folder = _Begun.folder
-    if not _Begun.command:
+    folder = _CurrentCommand.folder
+    if not _CurrentCommand.command:
         return message
     if folder is None:
         return f"{message}; what had begun goes on with --resume"
-    here = "://" not in str(folder)
-    if here and not (os.path.isdir(folder) and os.listdir(folder)):
+    is_local = "://" not in str(folder)
+    if is_local and not (os.path.isdir(folder) and os.listdir(folder)):
         return f"{message} before its first round was done; nothing is left of it"
-    command = f"raydpfl {_Begun.command} {shlex.quote(str(folder))} --resume"
+    command = f"raydpfl {_CurrentCommand.command} {shlex.quote(str(folder))} --resume"
     return f"{message}; go on with: {command}"
 
 
 def carry_out(command: Callable[[], object]) -> None:
     """Does what the command line asks for, and exits with its code unless that is 0."""
-    _Begun.command = ""
+    _CurrentCommand.command = ""
     # Both signals ask to stop, also where SIGINT was ignored at the start, which Python alone would
     # leave ignored: a script's `raydpfl ... &`, CI, a batch system before its time limit.
-    with signals.handled():
-        message, code = _carried_out(command)
+    with signals.handle_signals():
+        message, code = _run_command(command)
         # what came of it may have been another error, or none
         if signals.asked() and code != 130:
-            message, code = interrupted(message), 130
+            message, code = interrupt_message(message), 130
     if code:
         fail(message, code)
 
 
-def _carried_out(command: Callable[[], object]) -> tuple[str, int]:
+def _run_command(command: Callable[[], object]) -> tuple[str, int]:
     """What to say of the failure of a command, and its exit code."""
     try:
         if command() == 130:  # how typer passes Ctrl-C on
@@ -74,10 +81,10 @@ def _carried_out(command: Callable[[], object]) -> tuple[str, int]:
     except BaseException as error:
         if os.environ.get(DEBUG) and not isinstance(error, SystemExit):
             traceback.print_exception(error)
-        ended = _ended(error)
-        if ended is None:
+        ending = _ending(error)
+        if ending is None:
             raise
-        return ended
+        return ending
     return "", 0
 
 
@@ -89,12 +96,12 @@ ENDINGS: tuple[tuple[type[BaseException], int, Callable[[BaseException], str]], 
     (RecursionError, 1, lambda error: "values within values, deeper than Python goes"),
     # of files that no run is to blame for: no room, no right, no disk
     (OSError, 1, lambda error: " ".join(str(error).split()) or type(error).__name__),
-    (KeyboardInterrupt, 130, lambda error: interrupted()),
-    (typer.Abort, 130, lambda error: interrupted()),
+    (KeyboardInterrupt, 130, lambda error: interrupt_message()),
+    (typer.Abort, 130, lambda error: interrupt_message()),
 )
 
 
-def _ended(error: BaseException) -> tuple[str, int] | None:
+def _ending(error: BaseException) -> tuple[str, int] | None:
     """What to say of this end of a command, and the exit code; None for one that is a defect, or
     that has been said.
     """
@@ -106,14 +113,14 @@ def _ended(error: BaseException) -> tuple[str, int] | None:
         if not error.code and Path(place).is_relative_to(Path(typer.__file__).parent):
             return "", 0  # typer has completed a command for a shell
         silent = isinstance(error, Failed) or isinstance(error.__context__, BrokenPipeError)
-        return None if silent else (f"code that the config names {exited(error)}", 1)
+        return None if silent else (f"code that the config names {exit_message(error)}", 1)
     if isinstance(error, Exception) and frames_of_user(error):
         return traceback_text(error), 1
     if not isinstance(error, Exception):  # of a kind that nothing but a user's own module has
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"code that the config names raised {what}", 1
+        error_text = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"code that the config names raised {error_text}", 1
     if signals.asked():
-        return interrupted(), 130
+        return interrupt_message(), 130
     if hasattr(error, "format_message"):  # what typer says of an unusable command line
         return error.format_message() or "a command is missing", 2
     return None
@@ -125,5 +132,6 @@ class Failed(SystemExit):
 
 def fail(message: str, code: int) -> NoReturn:
     """Prints why a command failed, and exits."""
-    print(f"raydpfl: {message if os.environ.get(DEBUG) else brief(message)}", file=sys.stderr)
+    text = message if os.environ.get(DEBUG) else brief_traceback(message)
+    print(f"raydpfl: {text}", file=sys.stderr)
     raise Failed(code)

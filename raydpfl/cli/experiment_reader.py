@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from raydpfl import storage
-from raydpfl.cli.wrong_command import directed
+from raydpfl.cli.wrong_command import redirect_errors
 from raydpfl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ CONFIGS = ("config.yaml", "sweep.yaml", "study.yaml")
 
 def read_config(config: str) -> AbstractContextManager[Path]:
     """Within, the file or directory of this name or address."""
-    return storage.reading(config, "config", CONFIGS.__contains__)
+    return storage.readable_folder(config, "config", CONFIGS.__contains__)
 
 
 def read(
@@ -37,7 +37,7 @@ def read(
     from raydpfl.config.registry import refuse_code
     from raydpfl.experiment import Experiment
 
-    with directed(command, config), read_config(config) as place:
+    with redirect_errors(command, config), read_config(config) as place:
         folder = os.path.isdir(place)
         path = place / "config.yaml" if folder else place
         if folder and not trust_code:
@@ -50,11 +50,11 @@ def read_sweep(config: str, overrides: Sequence[str], resume: bool) -> tuple[Swe
     """The sweep that a command was given, and whether it was read from a directory."""
     from raydpfl.sweep import Sweep
 
-    with directed("sweep", config, overrides=overrides), read_config(config) as place:
+    with redirect_errors("sweep", config, overrides=overrides), read_config(config) as place:
         if not os.path.isdir(place):
             return Sweep.from_yaml(place, overrides), False
         if resume:
-            return Sweep.stored(place, overrides), True
+            return Sweep.from_directory(place, overrides), True
         return Sweep.from_yaml(place / "sweep.yaml", overrides), True
 
 
@@ -65,12 +65,12 @@ def stored_code(config: str, trust_code: bool) -> AbstractContextManager[Any]:
     return user_code.stored_code(config) if trust_code else nullcontext()
 
 
-def new_folder(config: str, what: str = "") -> str:
+def new_folder(config: str, suffix: str = "") -> str:
     """A directory under runs/ for what begins now, named by the config."""
-    return str(storage.new(f"{Path(config).stem}{what}"))
+    return str(storage.new(f"{Path(config).stem}{suffix}"))
 
 
-def no_folder(asked: str, what: str, command: str = "") -> NoReturn:
+def refuse_resume(config: str, kind: str, command: str = "") -> NoReturn:
     """Raises `ConfigError` for --resume of what is no directory."""
-    expected = f"a {what} directory: raydpfl {command or what} DIR --resume, or --out DIR"
-    raise ConfigError("--resume", asked, expected)
+    expected = f"a {kind} directory: raydpfl {command or kind} DIR --resume, or --out DIR"
+    raise ConfigError("--resume", config, expected)

@@ -50,7 +50,7 @@ def by_observer(cells: Cells) -> list[Row]:
 def table(
     cells: Cells,
     title: str | None = None,
-    marked: Guarantee | None = None,
+    main_guarantee: Guarantee | None = None,
     bold: Sequence[Guarantee] = (),
 ) -> Table:
     """A table whose numbers of all accountants fit in 80 columns.
@@ -58,34 +58,34 @@ def table(
     Args:
         cells: guarantees, each with its number in print.
         title: what stands above.
-        marked: the one whose row has a `>` in front.
+        main_guarantee: the one whose row has a `>` in front.
         bold: those whose numbers stand out.
     """
     rows = by_observer(cells)
     several = len({row.relation for row in rows}) > 1
-    made = plain(title)
-    if marked:
-        made.add_column("", no_wrap=True)
-    made.add_column("against an observer of")
+    rich_table = plain(title)
+    if main_guarantee:
+        rich_table.add_column("", no_wrap=True)
+    rich_table.add_column("against an observer of")
     if several:
-        made.add_column("relation", no_wrap=True)
+        rich_table.add_column("relation", no_wrap=True)
     names = list(dict.fromkeys(label(one) for one, _ in cells))
-    found = [[row.cells.get(name, (None, "")) for name in names] for row in rows]
-    add_numbers(made, names, [[text for _, text in cells] for cells in found])
-    for row, numbers in zip(rows, found, strict=True):
-        here = marked in [one for one, _ in row.cells.values()]
-        mark = [">" if here else ""] if marked else []
+    cell_rows = [[row.cells.get(name, (None, "")) for name in names] for row in rows]
+    add_numbers(rich_table, names, [[text for _, text in cells] for cells in cell_rows])
+    for row, numbers in zip(rows, cell_rows, strict=True):
+        is_marked = main_guarantee in [one for one, _ in row.cells.values()]
+        mark = [">" if is_marked else ""] if main_guarantee else []
         relation = [row.relation] if several else []
-        styled = [Text(text, style="bold" if one in bold else "") for one, text in numbers]
-        made.add_row(*mark, row.against, *relation, *styled)
-    return made
+        number_texts = [Text(text, style="bold" if one in bold else "") for one, text in numbers]
+        rich_table.add_row(*mark, row.against, *relation, *number_texts)
+    return rich_table
 
 
-def add_numbers(made: Table, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+def add_numbers(rich_table: Table, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     """Adds columns whose heads wrap to 15 letters, or to their numbers, which are never split."""
     for place, head in enumerate(heads):
         width = max([15, *(len(line[place]) for line in lines)])
-        made.add_column("\n".join(textwrap.wrap(head, width)), justify="right", no_wrap=True)
+        rich_table.add_column("\n".join(textwrap.wrap(head, width)), justify="right", no_wrap=True)
 
 
 def plain(title: str | None = None) -> Table:

@@ -26,7 +26,7 @@ from raydpfl.cli import config_schema
 from raydpfl.config.hints import suggestion
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants import ACCOUNTANTS
-from raydpfl.privacy.papers import cited
+from raydpfl.privacy.papers import cite_papers
 from raydpfl.privacy.sampling import SCHEMES
 
 WIDTH = 80
@@ -64,8 +64,8 @@ class KeyReference:
     def lines(self) -> Iterator[str]:
         """As text of at most `WIDTH` columns."""
         default = "required" if self.required else f"default {_yaml(self.default)}"
-        yield from _wrapped(f"{self.name}: {self.type}; {default}", "  ", "      ")
-        yield from _wrapped(self.about, "    ")
+        yield from _wrap(f"{self.name}: {self.type}; {default}", "  ", "      ")
+        yield from _wrap(self.about, "    ")
 
 
 @dataclass(frozen=True)
@@ -98,18 +98,18 @@ def of(name: str | None = None) -> list[KindReference]:
     Raises:
         ConfigError: there is none of this name.
     """
-    every = _every()
+    references = _all_references()
     if name is None:
-        return [*every]
-    matches = [kind for kind in every if name in (kind.family, kind.name)]
+        return [*references]
+    matches = [kind for kind in references if name in (kind.family, kind.name)]
     ends = (f".{name}", f".{name.removesuffix('s')}")
     matches = matches or [
-        kind for kind in every if kind.family.endswith(ends) or kind.name.endswith(ends)
+        kind for kind in references if kind.family.endswith(ends) or kind.name.endswith(ends)
     ]
     if not matches:
-        families = list(dict.fromkeys(kind.family for kind in every))
+        families = list(dict.fromkeys(kind.family for kind in references))
         expected = f"one of {', '.join(families)}; or FAMILY.KIND"
-        near = suggestion(name.replace(".", " "), [*families, *(kind.name for kind in every)])
+        near = suggestion(name.replace(".", " "), [*families, *(kind.name for kind in references)])
         raise ConfigError("kinds", name, f"{expected}{near}")
     return matches
 
@@ -120,7 +120,7 @@ def render(kinds: Iterable[KindReference]) -> str:
 
 
 @cache
-def _every() -> list[KindReference]:
+def _all_references() -> list[KindReference]:
     top = config_schema.section(experiment.Experiment)
     top["description"] = "What stands outside of all sections."
     keys = ("seed", "rounds", "personal")
@@ -128,16 +128,18 @@ def _every() -> list[KindReference]:
     kinds = [_kind("config", "", experiment.Experiment, top)]
     sections = experiment.SECTIONS.items()
     for name, spec in sections:
-        if spec.family and not spec.usual:  # a rule of local, wherever else it may stand
+        if spec.family and not spec.default_kind:  # a rule of local, wherever else it may stand
             kinds += [_kind(name, kind, cls) for kind, cls in spec.family.items()]
     kinds += [_kind(name, "", spec.base) for name, spec in sections if spec.family is None]
-    others: dict[str, Mapping[str, Any]] = {
+    class_families: dict[str, Mapping[str, Any]] = {
         "privacy.accountants": ACCOUNTANTS,
         "selection.sampling": SCHEMES,
     }
     return kinds + [
-        _kind(family, kind, type(member), {"description": cited(inspect.getdoc(member) or "")})
-        for family, members in others.items()
+        _kind(
+            family, kind, type(member), {"description": cite_papers(inspect.getdoc(member) or "")}
+        )
+        for family, members in class_families.items()
         for kind, member in members.items()
     ]
 
@@ -192,12 +194,12 @@ def _words(schema: Mapping[str, Any], sections: Mapping[str, Any]) -> str:
     return words
 
 
-def _wrapped(text: str, first: str, rest: str | None = None) -> list[str]:
+def _wrap(text: str, indent: str, hanging_indent: str | None = None) -> list[str]:
     return textwrap.wrap(
         text,
         WIDTH,
-        initial_indent=first,
-        subsequent_indent=first if rest is None else rest,
+        initial_indent=indent,
+        subsequent_indent=indent if hanging_indent is None else hanging_indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
@@ -212,6 +214,6 @@ def _paragraphs(text: str) -> Iterator[str]:
             yield from textwrap.indent(paragraph, "  ").splitlines()
         elif paragraph.startswith("- "):
             for item in re.split(r"\n(?=- )", paragraph):
-                yield from _wrapped(" ".join(item.split()), "  ", "    ")
+                yield from _wrap(" ".join(item.split()), "  ", "    ")
         else:
-            yield from _wrapped(paragraph, "  ")
+            yield from _wrap(paragraph, "  ")

@@ -19,7 +19,7 @@ from rich.console import Console
 from raydpfl.cli import guarantee_table, run_display
 from raydpfl.experiment import Experiment
 from raydpfl.models import metric_columns
-from raydpfl.privacy import holding
+from raydpfl.privacy import tightest_guarantees
 from raydpfl.runtime import runner
 
 if TYPE_CHECKING:
@@ -61,10 +61,11 @@ class Result(runner.RunResult):
             f"{self.summary['rounds']} rounds",
             metric_columns.summary_text(self.summary).lower(),
         ]
-        held = holding(self.guarantees)
-        if held:
-            against = guarantee_table.against(held[0])
-            lines.append(f"epsilon {held[0].epsilon:.4g} {held[0].about()}, against {against}")
+        guarantees = tightest_guarantees(self.guarantees)
+        if guarantees:
+            claim = guarantees[0]
+            against = guarantee_table.against(claim)
+            lines.append(f"epsilon {claim.epsilon:.4g} {claim.terms_text()}, against {against}")
         return f"Result({self.out}: {'; '.join(part for part in lines if part)})"
 
     def _repr_html_(self) -> str:
@@ -98,17 +99,17 @@ def run(
         ConfigError: as there, as are `RunError` and `KeyboardInterrupt`.
     """
     display: Any = nullcontext()
-    if cell_is_there() if progress is None else progress:
-        shows = Cell if cell_is_there() else run_display.Display
+    if is_notebook() if progress is None else progress:
+        shows = Cell if is_notebook() else run_display.Display
         display = shows(Console(highlight=False), experiment.rounds)
         for name in ("stage", "start", "rows", "measure"):
-            options[f"on_{name}"] = _both(getattr(display, name), options.get(f"on_{name}"))
+            options[f"on_{name}"] = _chain(getattr(display, name), options.get(f"on_{name}"))
     with display:
         result = runner.run(experiment, out, **options)
     return Result(*(getattr(result, field.name) for field in fields(result)))
 
 
-def _both(
+def _chain(
     first: Callable[..., object], second: Callable[..., object] | None
 ) -> Callable[..., object]:
     """Calls one after the other, and returns what the second does."""
@@ -120,7 +121,7 @@ def _both(
     return call
 
 
-def cell_is_there() -> bool:
+def is_notebook() -> bool:
     """Whether this runs in a cell of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
@@ -132,9 +133,9 @@ class Cell(run_display.Display):
 
     def __init__(self, console: Console, rounds: int):
         super().__init__(console, rounds)
-        self._lives = True  # no milestone is said: the cell shows the last one
+        self._is_live = True  # no milestone is said: the cell shows the last one
         self._lines: list[str] = []  # that stay
-        self._looked = 0.0
+        self._update_time = 0.0
 
     def __enter__(self) -> Cell:
         from IPython.display import display
@@ -145,9 +146,9 @@ class Cell(run_display.Display):
     def __exit__(self, *_: object) -> None:
         self._handle.update(self)
 
-    def changed(self) -> None:
-        if time.monotonic() > self._looked + PACE:
-            self._looked = time.monotonic()
+    def refresh(self) -> None:
+        if time.monotonic() > self._update_time + PACE:
+            self._update_time = time.monotonic()
             self._handle.update(self)
 
     def say(self, text: str) -> None:
@@ -155,9 +156,9 @@ class Cell(run_display.Display):
 
     def __repr__(self) -> str:
         lines = [*self._lines, self.state]
-        if self._done:
-            full = BAR * self._done // self._rounds
-            lines.insert(-1, f"{self.place} [{'=' * full:{BAR}}] {self.left()}".rstrip())
+        if self._rounds_done:
+            full = BAR * self._rounds_done // self._rounds
+            lines.insert(-1, f"{self.place} [{'=' * full:{BAR}}] {self.remaining_text()}".rstrip())
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

@@ -18,7 +18,7 @@ from raydpfl.cli import completion
 
 def option(text: str = "", panel: str | None = None, words: tuple[str, ...] = ()) -> Any:
     """An option. `words`: what a shell completes."""
-    complete = completion.one_of(*words) if words else None
+    complete = completion.word_completer(*words) if words else None
     return typer.Option(help=text, rich_help_panel=panel, autocompletion=complete)
 
 
@@ -30,9 +30,9 @@ def count(text: str = "", panel: str | None = None) -> Any:
     return typer.Option(help=text, rich_help_panel=panel, parser=whole_number, metavar="<int>")
 
 
-def whole_number(given: str | int) -> int:
+def whole_number(number: str | int) -> int:
     """A whole number, which may be written as 1e3 too; a default is one already."""
-    text = str(given)
+    text = str(number)
     try:
         value = float(text)
         return int(value) if value.is_integer() and not text.strip("+-").isdigit() else int(text)

@@ -21,8 +21,8 @@ from raydpfl.config import defaults
 from raydpfl.config.overrides import at
 from raydpfl.config.yaml import dump, read
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import DEFAULTS, Experiment, as_fields, overridden
-from raydpfl.models.metric_columns import named
+from raydpfl.experiment import DEFAULTS, Experiment, overridden, report_config_fields
+from raydpfl.models.metric_columns import score_label
 from raydpfl.report.labels import counted
 from raydpfl.simulation.resolution import preview as preview_release
 from raydpfl.simulation.resolution import resolve
@@ -46,51 +46,51 @@ class Preview:
 
 
 def preview(
-    asked: str, overrides: Sequence[str] = (), timed: bool = False, root: Path | None = None
+    target: str, overrides: Sequence[str] = (), timing: bool = False, root: Path | None = None
 ) -> Preview:
     """What a file, a directory or the name of a study asks for.
 
     Args:
-        asked: A YAML file, the directory of a run, a sweep or a study, or a study's name.
+        target: A YAML file, the directory of a run, a sweep or a study, or a study's name.
         overrides: As `section.key=value`; none for a study.
-        timed: Imports what it names, prepares the data, puts the plan of every setting together,
+        timing: Imports what it names, prepares the data, puts the plan of every setting together,
             and times a round of each kind of run that was not timed here before.
         root: Where data sets lie.
 
     Raises:
         ConfigError: For what is no experiment, sweep or study, and for a `root` that nothing reads.
     """
-    imports = None if timed else ()
-    path = _path(asked)
-    given = read(path) if path else {}
-    is_study = path is None or (isinstance(given, Mapping) and "study" in given)
-    tree = {} if is_study else overridden(given, overrides)
+    imports = None if timing else ()
+    path = _path(target)
+    content = read(path) if path else {}
+    is_study = path is None or (isinstance(content, Mapping) and "study" in content)
+    tree = {} if is_study else overridden(content, overrides)
     if tree and ("sweep" in tree or find(tree)):
-        return _sweep(tree, imports, timed, root)
-    if root and not timed:
+        return _sweep(tree, imports, timing, root)
+    if root and not timing:
         raise ConfigError("--data-root", str(root), "none without --timed, but for a sweep")
     if is_study:
-        return _study(asked, overrides, imports, timed, root)
+        return _study(target, overrides, imports, timing, root)
     experiment = Experiment.from_dict(tree, imports=imports)
     remarks = _unread([experiment])
-    if timed:
+    if timing:
         remarks.append(f"That takes {measure([(experiment, 1)], root).words()}.")
     marks = set(defaults.keys(experiment, tree, DEFAULTS))
-    return Preview(defaults.marked(experiment.to_yaml(), marks) + _comments(remarks))
+    return Preview(defaults.annotate_defaults(experiment.to_yaml(), marks) + _comments(remarks))
 
 
-def _path(asked: str) -> Path | None:
+def _path(target: str) -> Path | None:
     """The file to read; None for what can only be the name of a study."""
-    path = Path(asked)
+    path = Path(target)
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
-        return None if builtin.known(asked) or not path.suffix else path
+        return None if builtin.known(target) or not path.suffix else path
     except (OSError, ValueError):  # a name that no file has: reading it says so
         return path
     if path.is_dir():
         files = [path / name for name in CONFIGS if (path / name).exists()]
-        if not files and builtin.known(asked):
+        if not files and builtin.known(target):
             return None
         return next(iter(files), path / CONFIGS[0])
     return path
@@ -105,48 +105,48 @@ def _unread(experiments: Iterable[Experiment]) -> list[str]:
     remarks = (
         f"{section}: {path} was not imported, so its own defaults are not here."
         for experiment in experiments
-        for section, path in experiment.unread.items()
+        for section, path in experiment.unimported_kinds.items()
     )
     return [*dict.fromkeys(remarks)]
 
 
 def _sweep(
-    tree: Mapping[str, Any], imports: Iterable[str] | None, timed: bool, root: Path | None
+    tree: Mapping[str, Any], imports: Iterable[str] | None, timing: bool, root: Path | None
 ) -> Preview:
     """Puts every setting together.
 
     Raises `ConfigError` for what is no sweep, whatever its settings are; or, where each of them can
     be run, for what they rule out together.
     """
-    sweep = Sweep.untried(tree, imports=imports)
+    sweep = Sweep.parse_unchecked(tree, imports=imports)
     sweep.check_search()
     experiments: dict[str, Experiment] = {}  # by the values in print
-    refused: dict[str, ConfigError] = {}
-    for values in sweep.tried():
+    refusals: dict[str, ConfigError] = {}
+    for values in sweep.probe_values():
         name = shown(values)
         try:
             experiment = sweep.setting(values).experiment
-            if timed:
+            if timing:
                 resolve(sweep.trial(experiment), root)
-            elif not experiment.unread:
-                with as_fields():
+            elif not experiment.unimported_kinds:
+                with report_config_fields():
                     preview_release(experiment, root)
             experiments[name] = experiment
         except ConfigError as error:
-            refused[name] = error
+            refusals[name] = error
     unread = _unread(experiments.values())
-    lines = _settings(experiments, refused)
-    if not refused:
+    lines = _settings(experiments, refusals)
+    if not refusals:
         sweep.check_settings()
-        lines += ["All of them can be run." if timed else "All of them make an experiment."]
-    if not refused and not unread:
+        lines += ["All of them can be run." if timing else "All of them make an experiment."]
+    if not refusals and not unread:
         runs = _runs(sweep, [*experiments.values()])
-        lines += _duration(sweep, measure(runs, root) if timed else estimate(runs))
-    first = next(iter(experiments.values()), None)
-    marks = {key for key in _defaults(sweep, first) if not _searched(sweep, key)}
-    text = defaults.marked(dump(_complete(sweep, first)), marks)
-    why = next(iter(refused.values()), None)
-    return Preview(text + _comments([*unread, *_counts(sweep, experiments), *lines]), why)
+        lines += _duration(sweep, measure(runs, root) if timing else estimate(runs))
+    first_experiment = next(iter(experiments.values()), None)
+    marks = {key for key in _defaults(sweep, first_experiment) if not _is_searched(sweep, key)}
+    text = defaults.annotate_defaults(dump(_complete(sweep, first_experiment)), marks)
+    first_refusal = next(iter(refusals.values()), None)
+    return Preview(text + _comments([*unread, *_counts(sweep, experiments), *lines]), first_refusal)
 
 
 def _runs(sweep: Sweep, experiments: Sequence[Experiment]) -> Runs:
@@ -161,7 +161,7 @@ def _complete(sweep: Sweep, experiment: Experiment | None) -> dict[str, Any]:
     """The config with all defaults and its search spaces; as it was given, where no setting makes
     an experiment.
     """
-    search = {"sweep": sweep.search.complete()}
+    search = {"sweep": sweep.search.effective_fields()}
     if experiment is None:
         return {**sweep.tree, **search}
     tree = copy.deepcopy(experiment.to_dict())
@@ -180,7 +180,7 @@ def _defaults(sweep: Sweep, experiment: Experiment | None) -> set[defaults.Key]:
     return keys | (set(defaults.keys(experiment, sweep.tree, DEFAULTS)) if experiment else set())
 
 
-def _searched(sweep: Sweep, key: defaults.Key) -> bool:
+def _is_searched(sweep: Sweep, key: defaults.Key) -> bool:
     spaces = [tuple(name.removesuffix(".kind").split(".")) for name in sweep.spaces]
     return any(key[: len(space)] == space for space in spaces)
 
@@ -194,65 +194,65 @@ def _counts(sweep: Sweep, experiments: Mapping[str, Experiment]) -> Iterator[str
     runs = f"{sweep.size * search.repeats:,} runs" + (f" of {ends} rounds" if ends else "")
     settings = f"{counted(sweep.size, 'setting')} of {fields}"
     yield f"{settings}, each with {counted(search.repeats, 'seed')}: {runs}."
-    tested = any(sweep.trial(experiment).evaluate.test for experiment in experiments.values())
-    unseen = "" if tested or not experiments else "; none of them looks at the test set"
-    yield f"The best is chosen by {named(search.metric)}{unseen}."
+    has_test = any(sweep.trial(experiment).evaluate.test for experiment in experiments.values())
+    test_note = "" if has_test or not experiments else "; none of them looks at the test set"
+    yield f"The best is chosen by {score_label(search.metric)}{test_note}."
     if search.search == "optuna":
         yield "What Optuna proposes depends on the results; these are the ends of the spaces:"
 
 
 def _settings(
-    experiments: Mapping[str, Experiment], refused: Mapping[str, ConfigError]
+    experiments: Mapping[str, Experiment], refusals: Mapping[str, ConfigError]
 ) -> list[str]:
     """A line for each setting."""
-    names = [*dict.fromkeys([*refused, *experiments])]
+    names = [*dict.fromkeys([*refusals, *experiments])]
     lines = []
     for name in names[:LINES]:
-        why = f"  cannot be run: {refused[name]}" if name in refused else ""
-        lines.append(f"  {name or 'as it stands'}{why}")
+        refusal_note = f"  cannot be run: {refusals[name]}" if name in refusals else ""
+        lines.append(f"  {name or 'as it stands'}{refusal_note}")
     if len(names) > LINES:
         lines.append(f"  ... and {len(names) - LINES:,} more")
-    if refused:
-        lines.append(f"{len(refused):,} of these {len(names):,} cannot be run.")
+    if refusals:
+        lines.append(f"{len(refusals):,} of these {len(names):,} cannot be run.")
     return lines
 
 
-def _duration(sweep: Sweep, taken: Estimate) -> list[str]:
-    if taken.seconds is None:
-        return [f"How long that takes is {taken.words()}; --timed says it."]
-    most = "at most " if sweep.search.scheduler != "none" else ""
-    return [f"That takes {most}{taken.words()}."]
+def _duration(sweep: Sweep, duration: Estimate) -> list[str]:
+    if duration.seconds is None:
+        return [f"How long that takes is {duration.words()}; --timed says it."]
+    bound_note = "at most " if sweep.search.scheduler != "none" else ""
+    return [f"That takes {bound_note}{duration.words()}."]
 
 
 def _study(
-    asked: str,
+    target: str,
     overrides: Sequence[str],
     imports: tuple[str, ...] | None,
-    timed: bool,
+    timing: bool,
     root: Path | None,
 ) -> Preview:
     if overrides:
         expected = "none for a study: change its file (raydpfl reproduce has --scale and --seeds)"
         raise ConfigError("override", overrides[0], expected)
-    study = Study.named(asked, imports=imports)
+    study = Study.named(target, imports=imports)
     runs = [*study.planned_runs()]
-    taken = measure(runs, root) if timed else estimate(runs)
+    duration = measure(runs, root) if timing else estimate(runs)
     unread = _unread(experiment for experiment, _ in runs)
-    return Preview(study.to_yaml() + _comments([*unread, *_cells(study, taken)]))
+    return Preview(study.to_yaml() + _comments([*unread, *_cells(study, duration)]))
 
 
-def _cells(study: Study, taken: Estimate) -> list[str]:
+def _cells(study: Study, duration: Estimate) -> list[str]:
     """What a study would run at its scale, a line per cell, and what that takes here."""
-    lines = [f"at scale {study.scale}: {_runs_of(study)}; {taken.words()}"]
+    lines = [f"at scale {study.scale}: {_runs_of(study)}; {duration.words()}"]
     for cell in study.cells:
-        experiment = cell.experiment(next(cell.tried()), study.final_seeds().start)
-        tried = ", ".join(
+        experiment = cell.experiment(next(cell.setting_values()), study.final_seeds().start)
+        grid_text = ", ".join(
             f"{key} of {', '.join(map(str, space.options))}" for key, space in cell.grid.items()
         )
         sources = ", ".join(
             f"{key} from {source.arm}" for key, source in study.sources(cell).items()
         )
-        parts = [cell.named(), f"{experiment.rounds} rounds", tried, sources]
+        parts = [cell.display_name(), f"{experiment.rounds} rounds", grid_text, sources]
         lines.append("; ".join(part for part in parts if part))
     return lines
 
@@ -288,11 +288,11 @@ def list_studies(
             for study in scales
         ]
         console.print("\n".join([_about(scales[0]), *lines]), markup=False)
-    for name in [name for given in names for name in builtin.several(given)]:
+    for name in [name for study_name in names for name in builtin.several(study_name)]:
         study = Study.named(name, scale, seeds)
         with console.status("timing a round of each kind of run"):
-            taken = measure(study.planned_runs(), root)
-        lines = [f"  {line}" for line in _cells(study, taken)]
+            duration = measure(study.planned_runs(), root)
+        lines = [f"  {line}" for line in _cells(study, duration)]
         console.print("\n".join([_about(study), *lines]), markup=False)
 
 

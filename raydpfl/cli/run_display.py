@@ -19,9 +19,9 @@ from rich.text import Text
 from raydpfl import storage
 from raydpfl.cli import guarantee_table
 from raydpfl.models import metric_columns
-from raydpfl.privacy import Guarantee, column, holding
-from raydpfl.privacy.guarantee import DECLARED, KINDS
-from raydpfl.report.run_reader import grouped
+from raydpfl.privacy import Guarantee, column, tightest_guarantees
+from raydpfl.privacy.guarantee import DECLARED_SUFFIX, KINDS
+from raydpfl.report.run_reader import group_by
 from raydpfl.runtime.runner import FIRST, RunResult
 from raydpfl.simulation.plan import Plan
 
@@ -34,29 +34,29 @@ SIGNS = {"rigorous": "", "paper": "*", "unproven": "?"}  # behind an epsilon
 class Display:
     """Two lines that live on a terminal, a line per evaluation elsewhere. For a run of `rounds`.
 
-    `began`: when what the user waits for began, in seconds since the epoch; None: now.
+    `start_time`: when what the user waits for began, in seconds since the epoch; None: now.
     """
 
-    def __init__(self, console: Console, rounds: int, began: float | None = None):
+    def __init__(self, console: Console, rounds: int, start_time: float | None = None):
         self._console = console
         self._rounds = rounds
-        self._began = time.time() if began is None else began
-        self._first: float | None = None  # when the first round began
+        self._start_time = time.time() if start_time is None else start_time
+        self._first_round_time: float | None = None  # when the first round began
         self._stage = ""  # what happens before it, or after the last one
-        self._done = 0
+        self._rounds_done = 0
         self._score = ""
         self._state = ""
-        self._line = time.monotonic()  # when the last line of a stage was printed
-        self._said = -1.0  # the part of the measuring that was shown last
+        self._line_time = time.monotonic()  # when the last line of a stage was printed
+        self._printed_fraction = -1.0  # the part of the measuring that was shown last
         self._accountants: list[str] = []
-        self._promised: float | None = None  # epsilon
+        self._epsilon_target: float | None = None  # epsilon
         self._ends: deque[float] = deque(maxlen=PACE)  # of the last rounds
         self._spinner = Spinner("line")
-        self._lives = console.is_terminal and not console.is_dumb_terminal
-        self._live = Live(console=console, get_renderable=self._shown, refresh_per_second=8)
+        self._is_live = console.is_terminal and not console.is_dumb_terminal
+        self._live = Live(console=console, get_renderable=self._renderable, refresh_per_second=8)
 
     def __enter__(self) -> Display:
-        if self._lives and not self._console.quiet:
+        if self._is_live and not self._console.quiet:
             self._live.start()
         return self
 
@@ -64,21 +64,21 @@ class Display:
         self._live.transient = kind is None  # how far it came stays where it came no further
         self._live.stop()
 
-    def stage(self, what: str) -> None:
+    def stage(self, text: str) -> None:
         """Shows what is done before the first round; as a line only if it takes long."""
-        self._stage = what
-        if time.monotonic() - self._line >= WAIT:
-            self._line = time.monotonic()
-            self.milestone(what)
-        if what == FIRST:
-            self._first = time.time()
-        self.changed()
+        self._stage = text
+        if time.monotonic() - self._line_time >= WAIT:
+            self._line_time = time.monotonic()
+            self.milestone(text)
+        if text == FIRST:
+            self._first_round_time = time.time()
+        self.refresh()
 
     def start(self, plan: Plan) -> None:
         """Says what is run."""
-        self._accountants = [column(name) for name in plan.rigorous]
+        self._accountants = [column(name) for name in plan.rigorous_accountants]
         e = plan.experiment
-        self._promised = e.privacy.budget or e.noise.target()
+        self._epsilon_target = e.privacy.budget or e.noise.target()
         noise = "no noise: not private"
         if plan.ratio:
             noise = f"noise multiplier {plan.ratio:.4g}"
@@ -95,28 +95,28 @@ class Display:
         """Shows the rounds of these rows of the rounds table."""
         for row in rows:
             self._stage = ""
-            self._done = row["round"] + 1
+            self._rounds_done = row["round"] + 1
             self._ends.append(time.monotonic())
-            spent = [row[name] for name in self._accountants if name in row]
-            if metric_columns.evaluated(row):
+            epsilons = [row[name] for name in self._accountants if name in row]
+            if metric_columns.is_evaluated(row):
                 self._score = metric_columns.words(row)
-            epsilon = spending(min(spent), self._promised) if spent else ""
+            epsilon = epsilon_text(min(epsilons), self._epsilon_target) if epsilons else ""
             parts = (self._score, epsilon, rate(row))
             self._state = "  ".join(part for part in parts if part)
-            if metric_columns.evaluated(row):
-                self.milestone(f"round {self._done}/{self._rounds}  {self._state}")
-        self.changed()
+            if metric_columns.is_evaluated(row):
+                self.milestone(f"round {self._rounds_done}/{self._rounds}  {self._state}")
+        self.refresh()
 
-    def measure(self, done: int, of: int) -> None:
+    def measure(self, steps_done: int, step_count: int) -> None:
         """Shows how many of how many steps of measuring after the last round are done."""
-        part = done / of
+        part = steps_done / step_count
         self._stage = f"measuring: {part:.0%}"
-        if done == of or part >= self._said + 0.1:
-            self._said = part
+        if steps_done == step_count or part >= self._printed_fraction + 0.1:
+            self._printed_fraction = part
             self.milestone(self._stage)
-        self.changed()
+        self.refresh()
 
-    def changed(self) -> None:
+    def refresh(self) -> None:
         """What is shown is another: a terminal looks for itself."""
 
     def say(self, text: str) -> None:
@@ -125,21 +125,22 @@ class Display:
 
     def milestone(self, text: str) -> None:
         """Prints a line where no other lives."""
-        if not self._lives:
+        if not self._is_live:
             self.say(text)
 
-    def took(self) -> str:
+    def duration_text(self) -> str:
         """How long all of it took so far, in words."""
-        now = time.time()
-        before = (self._first or now) - self._began
-        return f"{now - self._began:.1f} s in all, {before:.1f} s of them before the first round"
+        end_time = time.time()
+        seconds = end_time - self._start_time
+        startup = (self._first_round_time or end_time) - self._start_time
+        return f"{seconds:.1f} s in all, {startup:.1f} s of them before the first round"
 
-    def left(self) -> str:
+    def remaining_text(self) -> str:
         """How long the rounds that are left take, by the last ones."""
         if len(self._ends) < 2:
             return ""
-        each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        seconds = math.ceil(each * (self._rounds - self._done))
+        seconds_per_round = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        seconds = math.ceil(seconds_per_round * (self._rounds - self._rounds_done))
         minutes, seconds = divmod(seconds, 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02d}:{seconds:02d} left"
@@ -147,38 +148,39 @@ class Display:
     @property
     def place(self) -> str:
         """How many of the rounds are done."""
-        return f"round {self._done:>{len(str(self._rounds))}}/{self._rounds}"
+        return f"round {self._rounds_done:>{len(str(self._rounds))}}/{self._rounds}"
 
     @property
     def state(self) -> str:
         """What is done before or after the rounds, or how they go."""
         if self._stage:
-            return f"{self._stage}  {time.time() - self._began:.0f} s"
+            return f"{self._stage}  {time.time() - self._start_time:.0f} s"
         return self._state
 
-    def _shown(self) -> RenderableType:
-        if not self._done:
+    def _renderable(self) -> RenderableType:
+        if not self._rounds_done:
             self._spinner.update(text=self.state)
             return self._spinner
         line = Table.grid(padding=(0, 1), expand=True)
         line.add_column(no_wrap=True)
         line.add_column(ratio=1)
         line.add_column(no_wrap=True, justify="right")
-        line.add_row(self.place, ProgressBar(self._rounds, self._done), self.left())
+        bar = ProgressBar(self._rounds, self._rounds_done)
+        line.add_row(self.place, bar, self.remaining_text())
         return Group(line, Text(self.state))
 
 
-def spending(epsilon: float, promised: float | None) -> str:
+def epsilon_text(epsilon: float, target: float | None) -> str:
     """What is spent of what may be, in print.
 
-    >>> spending(4.8213, 8.0), spending(29.01, 8.0), spending(4.8213, None)
+    >>> epsilon_text(4.8213, 8.0), epsilon_text(29.01, 8.0), epsilon_text(4.8213, None)
     ('epsilon 4.82 of 8', 'epsilon 29, asked for 8', 'epsilon 4.82')
     """
-    if promised is None:
+    if target is None:
         return f"epsilon {epsilon:.3g}"
     # above it by the formula of a paper, say
-    relation = ", asked for" if epsilon > promised * (1 + 1e-3) else " of"
-    return f"epsilon {epsilon:.3g}{relation} {promised:g}"
+    relation = ", asked for" if epsilon > target * (1 + 1e-3) else " of"
+    return f"epsilon {epsilon:.3g}{relation} {target:g}"
 
 
 def rate(row: dict[str, Any]) -> str:
@@ -187,8 +189,8 @@ def rate(row: dict[str, Any]) -> str:
     return f"{value:,.0f} clients/s" if value >= 100 else f"{value:.3g} clients/s"
 
 
-def report(console: Console, result: RunResult, took: str = "") -> None:
-    """Says what came of a run that `took` so long, in words, and where to look next."""
+def report(console: Console, result: RunResult, duration: str = "") -> None:
+    """Says in words what came of a run, `duration`, and where to look next."""
     summary = result.summary
     if summary["status"] == "budget" or summary.get("reason"):
         _say(console, Text.assemble(("Stopped:", "yellow"), f" {summary['reason']}"))
@@ -196,35 +198,35 @@ def report(console: Console, result: RunResult, took: str = "") -> None:
     if text:
         time = f"{summary['rounds']} rounds in {summary['seconds']:.1f} s ({rate(summary)})"
         _say(console, f"{text}, after {time}")
-    if took:
-        _say(console, f"{took[0].upper()}{took[1:]}.")
+    if duration:
+        _say(console, f"{duration[0].upper()}{duration[1:]}.")
     _guarantees(console, result)
     if summary["ray"]["why_not"]:
         _say(console, f"Ray was not started: {summary['ray']['why_not']}.")
-    for line in following(result):  # a command stays whole, however long
+    for line in next_commands(result):  # a command stays whole, however long
         console.print(Text(line), soft_wrap=True)
 
 
-def following(result: RunResult) -> list[str]:
+def next_commands(result: RunResult) -> list[str]:
     """Where a run lies, and the commands that say more of it, or go on with it."""
     out = shlex.quote(str(result.out))
-    scores = [
+    lines = [
         f"Run directory: {result.out}",
         f"  its page and figures:  raydpfl report {out}",
         f"  next to another run:   raydpfl compare {out} DIR",
     ]
     status = result.summary["status"]
     if status == "stopped":
-        scores.append(f"  go on with it:         raydpfl run {out} --resume")
+        lines.append(f"  go on with it:         raydpfl run {out} --resume")
     elif status == "completed" and not result.summary["reason"]:
         rounds = result.experiment.rounds
         override = result.experiment.noise.extension(rounds)
         command = f"raydpfl run {out} --resume rounds={2 * rounds} {override}".rstrip()
         if override is None:  # noise that is for these rounds alone
-            config = shlex.quote(str(storage.within(result.out, "config.yaml")))
+            config = shlex.quote(str(storage.join_address(result.out, "config.yaml")))
             command = f"raydpfl run {config} model.init={out} --out DIR"
-        scores.append(f"  more rounds:           {command}")
-    return scores
+        lines.append(f"  more rounds:           {command}")
+    return lines
 
 
 def _say(console: Console, text: str | Text) -> None:
@@ -239,13 +241,14 @@ def _guarantees(console: Console, result: RunResult) -> None:
     elif not guarantees:
         no_noise = "the run had no noise that an accountant was asked to account for"
         _say(console, f"No privacy guarantee: {no_noise}.")
-    holds = holding(guarantees)
+    holds = tightest_guarantees(guarantees)
     # a table for those of one unit and one delta
-    for group in grouped(guarantees, lambda one: (one.unit, one.delta)).values():
+    for group in group_by(guarantees, lambda one: (one.unit, one.delta)).values():
         cells = [(one, epsilon(one)) for one in group]
-        marked = holds[0] if holds and holds[0] in group else None
-        _say(console, f"\nEpsilon {group[0].about()}:")
-        console.print(guarantee_table.table(cells, marked=marked, bold=holds), end="")
+        main_guarantee = holds[0] if holds and holds[0] in group else None
+        _say(console, f"\nEpsilon {group[0].terms_text()}:")
+        table = guarantee_table.table(cells, main_guarantee=main_guarantee, bold=holds)
+        console.print(table, end="")
     for note in notes(guarantees, holds):
         _say(console, note)
     if guarantees:
@@ -267,17 +270,19 @@ def notes(guarantees: Sequence[Guarantee], holds: Sequence[Guarantee]) -> list[s
             "numbers in a row the smallest holds."
         )
     for one in guarantees:
-        failed = "; ".join(one.conditions_failed)
-        if failed or SIGNS[one.kind]:
+        failures = "; ".join(one.conditions_failed)
+        if failures or SIGNS[one.kind]:
             sign = f"{SIGNS[one.kind]} {one.accountant}, {KINDS[one.kind]}".strip()
-            lines.append(f"{sign}. Conditions that fail: {failed}." if failed else f"{sign}.")
-    relied = holds or [one for one in guarantees if not one.formula]
+            lines.append(f"{sign}. Conditions that fail: {failures}." if failures else f"{sign}.")
+    basis = holds or [one for one in guarantees if not one.formula]
     lines += [
-        f"Sampling: {one.sampling}." + ("" if one.rho is None else f" {one.concentrated()}.")
-        for one in relied
+        f"Sampling: {one.sampling}." + ("" if one.rho is None else f" {one.zcdp_sentence()}.")
+        for one in basis
     ]
     if any(one.declared for one in guarantees):
-        lines.append(f"{BY_DECLARATION} relies on what a user-defined class declares {DECLARED}.")
+        lines.append(
+            f"{BY_DECLARATION} relies on what a user-defined class declares {DECLARED_SUFFIX}."
+        )
     lines += [
         f"Not accounted for: {exclusion}." for one in guarantees for exclusion in one.exclusions
     ]

@@ -18,20 +18,20 @@ from rich.table import Table
 
 from raydpfl import storage
 from raydpfl.models import metric_columns
-from raydpfl.models.metric_columns import named
+from raydpfl.models.metric_columns import score_label
 from raydpfl.privacy import RIGOROUS
-from raydpfl.report.labels import beyond
+from raydpfl.report.labels import edge_warning
 from raydpfl.report.pages.comparison import labels
-from raydpfl.report.run_reader import grouped
+from raydpfl.report.run_reader import group_by
 from raydpfl.report.statistics import Resample, SeedValues
 from raydpfl.sweep import Sweep, SweepResult
 from raydpfl.sweep.results import epsilons, score
 from raydpfl.sweep.runner import SweepRunner
 from raydpfl.sweep.spaces import Interval
 from raydpfl.sweep.study import Study, StudyResult, StudyRunner
-from raydpfl.sweep.study.claims import in_words
+from raydpfl.sweep.study.claims import verdict_line
 from raydpfl.sweep.study.identities import words
-from raydpfl.sweep.trials import SearchSetting, Trial, short, shown
+from raydpfl.sweep.trials import SearchSetting, Trial, short_text, shown
 
 VALUES = 10  # of a field whose best settings are shown
 ROWS = 60  # cells that are shown in the end
@@ -44,11 +44,11 @@ class SearchDisplay(ABC):
     def __init__(self, console: Console):
         self._console = console
         self._live = Live(console=console, refresh_per_second=4, transient=True)
-        self._lives = console.is_terminal and not console.quiet
-        self._printed: set[Trial] = set()
+        self._is_live = console.is_terminal and not console.quiet
+        self._printed_trials: set[Trial] = set()
 
     def __enter__(self):
-        if self._lives:
+        if self._is_live:
             self._live.start()
         return self
 
@@ -56,23 +56,23 @@ class SearchDisplay(ABC):
         self._live.stop()
 
     def show(self, runner: Any) -> None:
-        over = [trial for trial in runner.trials if trial.done]
-        if self._lives:
-            self._live.update(self._render(runner, len(over)))
+        trials = [trial for trial in runner.trials if trial.is_done]
+        if self._is_live:
+            self._live.update(self._render(runner, len(trials)))
             return
-        before = sum(trial.before for trial in over)
-        for trial in over:
-            if not trial.before and trial not in self._printed:
-                self._printed.add(trial)
-                done = before + sum(trial in self._printed for trial in over)
-                self._say(f"{done}/{self._total(runner)}  {self._line(runner, trial)}")
+        resumed_count = sum(trial.before for trial in trials)
+        for trial in trials:
+            if not trial.before and trial not in self._printed_trials:
+                self._printed_trials.add(trial)
+                done_count = resumed_count + sum(trial in self._printed_trials for trial in trials)
+                self._say(f"{done_count}/{self._total(runner)}  {self._line(runner, trial)}")
 
     @abstractmethod
     def _total(self, runner: Any) -> int:
         """The number of trials."""
 
     @abstractmethod
-    def _render(self, runner: Any, done: int) -> RenderableType:
+    def _render(self, runner: Any, done_count: int) -> RenderableType:
         """What a terminal shows while the runner has so many trials done."""
 
     @abstractmethod
@@ -87,10 +87,10 @@ class SweepDisplay(SearchDisplay):
     def _total(self, runner: SweepRunner) -> int:
         return runner.sweep.size * runner.sweep.search.repeats
 
-    def _render(self, runner: SweepRunner, done: int) -> RenderableType:
+    def _render(self, runner: SweepRunner, done_count: int) -> RenderableType:
         rows = max(5, self._console.height - 8)
         table = settings_table(runner.settings, runner.sweep, rows)
-        table.title = f"{done} of {self._total(runner)} trials"
+        table.title = f"{done_count} of {self._total(runner)} trials"
         table.title_justify = "left"
         return table
 
@@ -102,7 +102,7 @@ class SweepDisplay(SearchDisplay):
     def _line(self, runner: SweepRunner, trial: Trial) -> str:
         metric = runner.sweep.search.metric
         value = trial.value(metric)
-        kind = _covering([trial])
+        kind = _epsilon_column([trial])
         parts = [trial.label, f"seed={trial.seed}"]
         if value is not None:
             parts.append(metric_columns.words({metric: value}))
@@ -115,25 +115,25 @@ class SweepDisplay(SearchDisplay):
         setting, and what choosing it means.
         """
         trials = [trial for setting in result.all for trial in setting.trials]
-        failed = [trial for trial in trials if trial.status == "failed"]
-        if failed:
-            self._say(f"Failed: {len(failed)} of {len(trials)} trials")
-        for trial in failed:
+        failed_trials = [trial for trial in trials if trial.status == "failed"]
+        if failed_trials:
+            self._say(f"Failed: {len(failed_trials)} of {len(trials)} trials")
+        for trial in failed_trials:
             place = f"trials/{trial.folder.name}"
-            self._say(f"  {trial.named()}  {place}: {trial.failure()}")
+            self._say(f"  {trial.display_name()}  {place}: {trial.failure()}")
         self._console.print(settings_table(result.all, sweep, rows=20))
         metric = sweep.search.metric
         best = result.best
         if best:
-            self._say(f"Best: {shown(best.values)}, {named(metric)} {score(best, metric)}")
-            edges = beyond(best.values, result.summary["best"]["edges"])
+            self._say(f"Best: {shown(best.values)}, {score_label(metric)} {score(best, metric)}")
+            edges = edge_warning(best.values, result.summary["best"]["edges"])
             if edges:
                 self._say(edges)
         for key, rows in result.summary.get("best_for", {}).items():
             if len(rows) <= VALUES:
                 self._console.print(best_table(key, rows, result.all, sweep))
         self._say(result.summary["choice"])
-        for line in following(result):  # a command stays whole, however long
+        for line in next_commands(result):  # a command stays whole, however long
             self._console.print(line, markup=False, soft_wrap=True)
 
 
@@ -146,22 +146,22 @@ class StudyDisplay(SearchDisplay):
     def _total(self, runner: StudyRunner) -> int:
         return max(self._totals[runner.study.about.id], len(runner.trials))  # grids may grow
 
-    def _render(self, runner: StudyRunner, done: int) -> RenderableType:
+    def _render(self, runner: StudyRunner, done_count: int) -> RenderableType:
         name, total = runner.study.about.id, self._total(runner)
-        failed = sum(trial.status == "failed" for trial in runner.trials)
-        running = (trial.label for trial in runner.trials if trial.status == "running")
-        state = (f"{failed} failed  " if failed else "") + next(running, "")
+        failed_count = sum(trial.status == "failed" for trial in runner.trials)
+        running_labels = (trial.label for trial in runner.trials if trial.status == "running")
+        state = (f"{failed_count} failed  " if failed_count else "") + next(running_labels, "")
         bar = Table.grid(padding=(0, 1))
-        part = ProgressBar(total, done, width=40)
-        bar.add_row(escape(name), f"{done}/{total}", part, escape(state))
+        part = ProgressBar(total, done_count, width=40)
+        bar.add_row(escape(name), f"{done_count}/{total}", part, escape(state))
         self._bars[name] = bar
         return Group(*self._bars.values())
 
     def _line(self, runner: StudyRunner, trial: Trial) -> str:
-        ended = [metric_columns.words(trial.summary or {}), trial.status]
+        status_parts = [metric_columns.words(trial.summary or {}), trial.status]
         if trial.status == "failed":
-            ended = [f"failed: {trial.failure()}"]
-        parts = [runner.study.about.id, trial.named(), *ended]
+            status_parts = [f"failed: {trial.failure()}"]
+        parts = [runner.study.about.id, trial.display_name(), *status_parts]
         return "  ".join(part for part in parts if part)
 
     def report(self, result: StudyResult) -> None:
@@ -171,12 +171,12 @@ class StudyDisplay(SearchDisplay):
             self._console.width = max(self._console.width, WIDE)
         self._console.print(f"[bold]{escape(about.id)}[/] {escape(about.title)}")
         self._console.print(cells_table(result, ROWS))
-        for failed in result.summary["failed"][:ROWS]:
-            self._say(f"Failed: {failed['cell']}: {failed['reason']}")
+        for failure in result.summary["failed"][:ROWS]:
+            self._say(f"Failed: {failure['cell']}: {failure['reason']}")
         for identity in result.summary["identities"]:
             self._say(words(identity))
         for claim in result.summary["claims"]:
-            self._say(f"Claim: {in_words(claim)}")
+            self._say(f"Claim: {verdict_line(claim)}")
         self._say(result.summary["tuning"]["statement"])
         self._say(f"Study directory: {result.out} (its page: report/index.html)")
 
@@ -195,12 +195,12 @@ def settings_table(
     settings: Sequence[SearchSetting], sweep: Sweep, rows: int | None = None
 ) -> Table:
     """The settings, best first, at most `rows` of them; epsilon, the largest of the seeds, by one
-    accountant (see `_covering`).
+    accountant (see `_epsilon_column`).
     """
     metric = sweep.search.metric
-    kind = _covering([trial for setting in settings for trial in setting.trials])
-    spent = [f"{kind.replace('_', ' (', 1)})"] if kind else []
-    table = _table([*sweep.spaces], [named(metric), *spent, "rounds", "trials"])
+    kind = _epsilon_column([trial for setting in settings for trial in setting.trials])
+    epsilon_columns = [f"{kind.replace('_', ' (', 1)})"] if kind else []
+    table = _table([*sweep.spaces], [score_label(metric), *epsilon_columns, "rounds", "trials"])
 
     def rank(setting: SearchSetting) -> tuple[bool, float]:
         mean = setting.mean(metric)
@@ -226,16 +226,16 @@ def best_table(
 ) -> Table:
     """The best setting for each value of a field. `rows`: see `raydpfl.sweep.results.best_for`."""
     metric = sweep.search.metric
-    others = [name for name in sweep.spaces if name != key]
-    edged = any(row["edges"] for row in rows)
-    table = _table([key, named(metric), *others, *(["at an edge"] if edged else [])], [])
+    fields = [name for name in sweep.spaces if name != key]
+    has_edges = any(row["edges"] for row in rows)
+    table = _table([key, score_label(metric), *fields, *(["at an edge"] if has_edges else [])], [])
     table.columns[1].justify = "right"
     table.title = escape(f"Best for each {key}")
     for row in rows:
         best = settings[row["setting"]]
         cells = [label(sweep, key, row["value"]), score(best, metric)]
-        cells += [label(sweep, name, best.values[name]) for name in others]
-        cells += [", ".join(row["edges"])] if edged else []
+        cells += [label(sweep, name, best.values[name]) for name in fields]
+        cells += [", ".join(row["edges"])] if has_edges else []
         table.add_row(*map(escape, cells))
     return table
 
@@ -244,11 +244,11 @@ def label(sweep: Sweep, key: str, value: Any) -> str:
     """A value of a searched field in print: a section by how it differs from the others."""
     space = sweep.spaces[key]
     if isinstance(space, Interval) or not isinstance(value, Mapping):
-        return short(value)
+        return short_text(value)
     return labels(space.options)[space.options.index(value)]
 
 
-def following(result: SweepResult) -> list[str]:
+def next_commands(result: SweepResult) -> list[str]:
     """Where a sweep lies, and the commands that say more of it."""
     out = shlex.quote(str(result.out))
     lines = [
@@ -257,7 +257,7 @@ def following(result: SweepResult) -> list[str]:
         f"  its runs side by side: raydpfl compare {out}",
     ]
     if result.best:
-        best = shlex.quote(str(storage.within(result.out, "best.yaml")))
+        best = shlex.quote(str(storage.join_address(result.out, "best.yaml")))
         lines.append(f"  the best setting:      raydpfl run {best}")
     return lines
 
@@ -267,21 +267,21 @@ def _rounds(trial: Trial) -> int:
     return (trial.summary or trial.report).get("rounds", trial.report.get("round", 0))
 
 
-def _covering(trials: Sequence[Trial]) -> str | None:
+def _epsilon_column(trials: Sequence[Trial]) -> str | None:
     """The column of the first rigorous accountant that covers all of them; if none does, of the
     first of all; None if there is none.
     """
-    spent = [epsilons(trial) for trial in trials]
-    kinds = list(dict.fromkeys(kind for each in spent for kind in each))
-    covering = (
+    rows = [epsilons(trial) for trial in trials]
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row))
+    complete_kinds = (
         kind
         for kind in kinds
-        if kind in RIGOROUS and all(math.isfinite(each.get(kind, 0.0)) for each in spent)
+        if kind in RIGOROUS and all(math.isfinite(row.get(kind, 0.0)) for row in rows)
     )
-    return next(covering, next(iter(kinds), None))
+    return next(complete_kinds, next(iter(kinds), None))
 
 
-def cells_table(result: StudyResult, most: int | None = None) -> Table:
+def cells_table(result: StudyResult, max_cells: int | None = None) -> Table:
     """A row per cell, at most so many: the mean score on the test set with half of the interval of
     a repetition, the largest epsilon that holds, and the values that the cell was tuned to.
     """
@@ -290,24 +290,24 @@ def cells_table(result: StudyResult, most: int | None = None) -> Table:
     accurate = any(row.get("test_accuracy") is not None for row in rows)
     metric = "test_accuracy" if accurate else "test_loss"
     names = [*study.axes, *(["accounting"] if study.accounting else []), "arm"]
-    table = _table(names, [named(metric), "epsilon", "seeds"])
+    table = _table(names, [score_label(metric), "epsilon", "seeds"])
     for column in table.columns:
         column.no_wrap = True
     table.add_column("values", overflow="fold", min_width=20)
-    cells = grouped(rows, lambda row: tuple(row[name] for name in names))
-    resampled: dict[tuple[Any, ...], dict[Resample, dict[int, float | None]]] = {}
+    cells = group_by(rows, lambda row: tuple(row[name] for name in names))
+    resamples_by_cell: dict[tuple[Any, ...], dict[Resample, dict[int, float | None]]] = {}
 
     def score(row: dict[str, Any]) -> float | None:
         """None of a run that failed, which has what it had before."""
         return row.get(metric) if row["status"] != "failed" else None
 
     for row in result.resamples.to_pylist():
-        choices = resampled.setdefault(tuple(row[name] for name in names), {})
+        choices = resamples_by_cell.setdefault(tuple(row[name] for name in names), {})
         key = tuple(map(int, row["tuning_seeds"].split()))
         choices.setdefault(key, {})[row["seed"]] = score(row)
-    for place, seeds in [*cells.items()][:most]:
+    for place, seeds in [*cells.items()][:max_cells]:
         values = {row["seed"]: score(row) for row in seeds}
-        spread = SeedValues(values, resampled.get(place, {})).spread()
+        spread = SeedValues(values, resamples_by_cell.get(place, {})).spread()
         mean = metric_columns.number(metric, spread.mean) if spread.count else ""
         half = spread.repetition()
         interval = f" ± {metric_columns.number(metric, half)}" if spread.count > 1 else ""
@@ -323,6 +323,6 @@ def cells_table(result: StudyResult, most: int | None = None) -> Table:
 
 def _epsilon(rows: Sequence[dict[str, Any]]) -> str:
     """The largest over the seeds of the smallest that a rigorous accountant gives."""
-    spent = [[row[name] for name in RIGOROUS if row.get(name) is not None] for row in rows]
-    smallest = [min(each) for each in spent if each]
+    values_by_run = [[row[name] for name in RIGOROUS if row.get(name) is not None] for row in rows]
+    smallest = [min(values) for values in values_by_run if values]
     return f"{max(smallest):.3g}" if smallest and math.isfinite(max(smallest)) else ""

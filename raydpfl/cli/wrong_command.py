@@ -1,7 +1,7 @@
 """Which command takes what a command line names, for those who gave it to another.
 
 >>> import tempfile
->>> with tempfile.TemporaryDirectory() as folder, directed("run", f"{folder}/s.yaml"):
+>>> with tempfile.TemporaryDirectory() as folder, redirect_errors("run", f"{folder}/s.yaml"):
 ...     _ = Path(f"{folder}/s.yaml").write_text("sweep: {repeats: 2}")
 ...     raise ConfigError("sweep", {"repeats": 2}, "...")  # doctest: +ELLIPSIS
 Traceback (most recent call last):
@@ -24,8 +24,8 @@ FILES = {  # by which a directory is known, the first that is there
     "sweep.yaml": "a sweep's directory",
     "config.yaml": "a run's directory",
 }
-# what each command takes: in words, and as `what` names it
-TAKEN = {
+# what each command takes: in words, and as `path_kind` names it
+ACCEPTED_PATHS = {
     **dict.fromkeys(("run", "audit", "data describe"), (EXPERIMENT, RUN)),
     "budget": (f"{EXPERIMENT}; or, alone, the YAML file of a sweep with sweep.private", RUN),
     "sweep": ("the YAML file, or the directory, of a sweep", (*SWEEP, "a sweep's directory")),
@@ -40,9 +40,9 @@ TAKEN = {
     "export": ("the directory of a run", ("a run's directory",)),
     "report": ("the directory of a run, a sweep, an audit or a study", tuple(FILES.values())),
 }
-TAKEN["compare"] = TAKEN["report"]
+ACCEPTED_PATHS["compare"] = ACCEPTED_PATHS["report"]
 # what to do with it
-INSTEAD = {
+ADVICE = {
     "an experiment": "raydpfl run {}",
     "a sweep": "raydpfl sweep {}",
     "a private search": "raydpfl sweep {}",
@@ -52,7 +52,7 @@ INSTEAD = {
     "a study's directory": "raydpfl report {}, or raydpfl reproduce {} --resume",
     "an audit's directory": "raydpfl report {}",
 }
-THERE = " (--address auto, on a node of a cluster, runs it there)"
+CLUSTER_NOTE = " (--address auto, on a node of a cluster, runs it there)"
 
 
 def private_search(config: str, overrides: Sequence[str]) -> bool:
@@ -71,7 +71,7 @@ def _searches(tree: Mapping) -> bool:
     return isinstance(sweep, Mapping) and bool(sweep.get("private"))
 
 
-def what(asked: str, overrides: Sequence[str] = ()) -> str | None:
+def path_kind(target: str, overrides: Sequence[str] = ()) -> str | None:
     """What a path with these overrides, or the name of a study, stands for; None where nothing can
     be said.
     """
@@ -80,11 +80,11 @@ def what(asked: str, overrides: Sequence[str] = ()) -> str | None:
     from raydpfl.sweep.spaces import find
     from raydpfl.sweep.study import builtin
 
-    path = Path(asked)
+    path = Path(target)
     if os.path.isdir(path):
         return next((kind for name, kind in FILES.items() if (path / name).exists()), None)
     if not os.path.isfile(path):
-        return "a study" if builtin.several(asked) != [asked] or builtin.known(asked) else None
+        return "a study" if builtin.several(target) != [target] or builtin.known(target) else None
     try:
         tree = read(path)
     except ConfigError:
@@ -103,19 +103,19 @@ def what(asked: str, overrides: Sequence[str] = ()) -> str | None:
 
 
 @contextmanager
-def directed(command: str, *asked: str, overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Whatever is refused within: where one of `asked` is no such thing as `command` takes, the
-    `ConfigError` says what it is and which command takes it.
+def redirect_errors(command: str, *targets: str, overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Where something within is refused, and one of `targets` is no such thing as `command` takes,
+    the `ConfigError` says what it is and which command takes it.
     """
     try:
         yield
     except ConfigError:
-        expected, kinds = TAKEN[command]
-        there = THERE if command == "submit" else ""
-        for path in asked:
-            kind = what(path, overrides) if "://" not in path else None
+        expected, kinds = ACCEPTED_PATHS[command]
+        cluster_note = CLUSTER_NOTE if command == "submit" else ""
+        for path in targets:
+            kind = path_kind(path, overrides) if "://" not in path else None
             if kind and kind not in kinds:
-                instead = INSTEAD[kind].replace("{}", path)
-                message = f"{expected}; this is {kind}: {instead}{there}"
+                advice = ADVICE[kind].replace("{}", path)
+                message = f"{expected}; this is {kind}: {advice}{cluster_note}"
                 raise ConfigError("config", os.fspath(path), message) from None
         raise

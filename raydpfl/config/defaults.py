@@ -1,7 +1,8 @@
 """Which keys of a config stand at their defaults, and a config in YAML with a comment at each of
 them (`raydpfl show`).
 
->>> print(marked("local:\\n  lr: 0.5\\n  momentum: 0.0\\n", {("local", "momentum")}), end="")
+>>> text = "local:\\n  lr: 0.5\\n  momentum: 0.0\\n"
+>>> print(annotate_defaults(text, {("local", "momentum")}), end="")
 local:
   lr: 0.5
   momentum: 0.0  # default
@@ -14,7 +15,7 @@ import yaml
 from pydantic import BaseModel
 
 MARK = "# default"
-FAR = 60  # columns; a longer line does not move the marks of all others
+MAX_MARK_COLUMN = 60  # columns; a longer line does not move the marks of all others
 Key = tuple[str, ...]  # the names from the outermost section to the key
 
 
@@ -40,21 +41,22 @@ def keys(
         value = getattr(section, name)
         default = field.get_default(call_default_factory=True)
         if isinstance(value, BaseModel):
-            usual = (kinds or {}).get(name, {}).get("kind", getattr(default, "kind", None))
-            yield from keys(value, values.get(name), kind=usual, place=(*place, name))
+            default_kind = (kinds or {}).get(name, {}).get("kind", getattr(default, "kind", None))
+            yield from keys(value, values.get(name), kind=default_kind, place=(*place, name))
         elif name not in values or (values[name] == kind if name == "kind" else value == default):
             yield (*place, name)
 
 
-def marked(text: str, usual: Collection[Key]) -> str:
+def annotate_defaults(text: str, default_keys: Collection[Key]) -> str:
     """A config in YAML, as `dump` writes it, with a comment at each of the keys that have their
     defaults; its meaning is the same.
     """
     lines = text.splitlines()
-    at = {place for key, place in _places(yaml.compose(text), ()) if key in usual}
-    widest = max((len(lines[place]) for place in at if len(lines[place]) < FAR), default=0)
-    for place in at:
-        lines[place] = f"{lines[place]:<{widest}}  {MARK}"
+    places = {place for key, place in _places(yaml.compose(text), ()) if key in default_keys}
+    lengths = [len(lines[place]) for place in places]
+    column = max((length for length in lengths if length < MAX_MARK_COLUMN), default=0)
+    for place in places:
+        lines[place] = f"{lines[place]:<{column}}  {MARK}"
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -81,31 +81,31 @@ METHODS = _by_name(
 )
 
 
-def suggestion(where: str, names: Iterable[str]) -> str:
+def suggestion(key_path: str, names: Iterable[str]) -> str:
     """The end of a message on an unknown dotted key or kind, where `names` are those of its place;
     empty where nothing is similar.
     """
-    section, _, key = where.rpartition(".")
+    section, _, key = key_path.rpartition(".")
     name = key.lower().replace("-", "_")
-    meant = FOREIGN.get(key) or METHODS.get(name, "")
-    if meant.partition(" ")[0] == where:
+    native_key = FOREIGN.get(key) or METHODS.get(name, "")
+    if native_key.partition(" ")[0] == key_path:
         return f"; other kinds of {section} have it"
-    if meant:
-        return f"; what others call {key} is {meant} here"
-    return nearest(key, names)
+    if native_key:
+        return f"; what others call {key} is {native_key} here"
+    return nearest_key_hint(key, names)
 
 
-def nearest(key: str, names: Iterable[str]) -> str:
+def nearest_key_hint(key: str, names: Iterable[str]) -> str:
     """As `suggestion`, of a key that other tools have no name for."""
-    near = difflib.get_close_matches(key.lower(), [*names], n=1, cutoff=0.6)
-    return f"; nearest: {near[0]}" if near else ""
+    close_matches = difflib.get_close_matches(key.lower(), [*names], n=1, cutoff=0.6)
+    return f"; nearest: {close_matches[0]}" if close_matches else ""
 
 
-def misspelt(name: str, names: Iterable[str]) -> str:
+def intended_name(name: str, names: Iterable[str]) -> str:
     """The name that this one was probably meant to be; empty: none.
 
-    >>> misspelt("factr", ["factor", "send"]), misspelt("half", ["factor", "send"])
+    >>> intended_name("factr", ["factor", "send"]), intended_name("half", ["factor", "send"])
     ('factor', '')
     """
-    others = [other for other in names if other != name]
-    return "".join(difflib.get_close_matches(name, others, n=1, cutoff=0.85))
+    candidates = [candidate for candidate in names if candidate != name]
+    return "".join(difflib.get_close_matches(name, candidates, n=1, cutoff=0.85))

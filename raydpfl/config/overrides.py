@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from raydpfl.config.registry import choose, imports, is_path, load
+from raydpfl.config.registry import choose, is_import_allowed, is_path, load
 from raydpfl.config.validation import validate
 from raydpfl.config.yaml import parse_yaml
 from raydpfl.errors import ConfigError
@@ -25,10 +25,10 @@ class Spec:
     base: type[Any]  # the class of what it holds; of a family the base of its members
     family: Mapping[str, type[Any]] | None = None  # the members, by kind; None: it has no kinds
     default: Any = None  # the section where the config lacks it
-    usual: str | None = None  # the kind of a member without one; None: it must have one
+    default_kind: str | None = None  # the kind of a member without one; None: it must have one
     # makes its value of what the config has; None: `choose`, or `validate` without a family
     parse: Callable[[Any], Any] | None = None
-    foreign: type[Any] | None = None  # whose keys a class from outside has that is no member
+    foreign_base: type[Any] | None = None  # whose keys a class from outside has that is no member
 
     def value(self, name: str, values: Any) -> Any:
         """The section of this name. Raises `ConfigError`."""
@@ -43,9 +43,9 @@ class Spec:
         if self.family is None:
             return self.base.model_fields
         cls: Any = self.family.get(kind) if isinstance(kind, str) else None
-        if cls is None and is_path(kind) and imports(section):
+        if cls is None and is_path(kind) and is_import_allowed(section):
             cls = load(kind, f"{section}.kind")
-            cls = cls if hasattr(cls, "model_fields") else self.foreign
+            cls = cls if hasattr(cls, "model_fields") else self.foreign_base
         return getattr(cls, "model_fields", {})
 
 
@@ -65,13 +65,13 @@ class Schema(dict[str, Spec]):
 
     def overridden(self, values: Mapping[str, Any], overrides: Iterable[str] = ()) -> dict:
         """A copy of the tree `values` with every override `section.key=value` (YAML) put in as
-        `changed` does it. Raises `ConfigError`.
+        `apply_changes` does it. Raises `ConfigError`.
         """
         if not isinstance(values, Mapping):
             raise ConfigError("config", values, "a mapping of sections")
-        return self.changed(values, [_parsed(override) for override in overrides])
+        return self.apply_changes(values, [_parse_override(override) for override in overrides])
 
-    def changed(
+    def apply_changes(
         self, values: Mapping[str, Any], changes: Iterable[tuple[str, Any]], quiet: bool = False
     ) -> dict[str, Any]:
         """A copy of a tree of sections with dotted keys set to values.
@@ -80,10 +80,10 @@ class Schema(dict[str, Spec]):
         of another kind keeps nothing but what is changed along with the kind; what is lost is
         logged in one line, unless `quiet`. Raises `ConfigError` for a key in what has none.
         """
-        tree = copied(dict(values))
-        ordered = sorted(changes, key=lambda change: _order(change[0]))
-        paths = [path for path, _ in ordered]
-        for path, value in ordered:
+        tree = copy_tree(dict(values))
+        sorted_changes = sorted(changes, key=lambda change: _order(change[0]))
+        paths = [path for path, _ in sorted_changes]
+        for path, value in sorted_changes:
             *sections, key = path.split(".")
             node: Any = tree
             for depth, name in enumerate(sections):
@@ -94,9 +94,9 @@ class Schema(dict[str, Spec]):
                     place = ".".join(sections[: depth + 1])
                     raise ConfigError(path, value, f"a key of a section; {place} is {node!r}")
             if key == "kind" and "kind" in node and node["kind"] != value:
-                lost = self._clear(node, ".".join(sections), value, paths)
-                if lost and not quiet:
-                    log.warning("%s; give next to it what is to stay", lost)
+                loss_warning = self._clear(node, ".".join(sections), value, paths)
+                if loss_warning and not quiet:
+                    log.warning("%s; give next to it what is to stay", loss_warning)
             node[key] = value
         return tree
 
@@ -107,21 +107,22 @@ class Schema(dict[str, Spec]):
             return ""
         if not (is_path(kind) or is_space(kind) or (isinstance(kind, str) and kind in spec.family)):
             return ""
-        old = node.pop("kind")
-        before = spec.family.get(old) if isinstance(old, str) else None
-        fields = getattr(before, "model_fields", {})
-        stays = {path.removeprefix(f"{section}.").partition(".")[0] for path in paths}
-        lost = [
+        old_kind = node.pop("kind")
+        old_class = spec.family.get(old_kind) if isinstance(old_kind, str) else None
+        fields = getattr(old_class, "model_fields", {})
+        kept_keys = {path.removeprefix(f"{section}.").partition(".")[0] for path in paths}
+        losses = [
             f"{name}={value}"
             for name, value in node.items()
-            if name not in stays and not (name in fields and value == _default(fields[name]))
+            if name not in kept_keys and not (name in fields and value == _default(fields[name]))
         ]
         node.clear()
-        if not lost:
+        if not losses:
             return ""
-        return f"{section}.kind={kind} leaves out what {section} had of {old}: {', '.join(lost)}"
+        text = ", ".join(losses)
+        return f"{section}.kind={kind} leaves out what {section} had of {old_kind}: {text}"
 
-    def takes(self, tree: Mapping[str, Any], path: str) -> bool:
+    def has_key(self, tree: Mapping[str, Any], path: str) -> bool:
         """Whether the section of a dotted key, of its kind in the tree, has such a key."""
         section, _, key = path.rpartition(".")
         if not section:
@@ -130,18 +131,18 @@ class Schema(dict[str, Spec]):
         if spec is None or spec.family is None:
             return key == "kind" if spec is None else key in spec.base.model_fields
         node = at({**self.defaults, **tree}, section)
-        kind = node.get("kind", spec.usual) if isinstance(node, Mapping) else None
+        kind = node.get("kind", spec.default_kind) if isinstance(node, Mapping) else None
         return key == "kind" or key in spec.fields(section, kind)
 
 
 def _default(field: Any) -> Any:
     """The default of a field, as a config has it."""
     default = field.default
-    plain = default.model_dump(mode="json") if isinstance(default, BaseModel) else default
-    return list(plain) if isinstance(plain, tuple) else plain
+    json_default = default.model_dump(mode="json") if isinstance(default, BaseModel) else default
+    return list(json_default) if isinstance(json_default, tuple) else json_default
 
 
-def _parsed(override: str) -> tuple[str, Any]:
+def _parse_override(override: str) -> tuple[str, Any]:
     path, equals, text = override.partition("=")
     if not equals or not path:
         raise ConfigError("override", override, "section.key=value")
@@ -157,16 +158,16 @@ def _order(path: str) -> tuple[int, int]:
     return (1, depth) if path.endswith(".kind") else (2 if depth else 0, 0)
 
 
-def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """The leaves of a tree of sections, by dotted key.
 
-    >>> flat({"seed": 1, "local": {"lr": 0.1}})
+    >>> flatten({"seed": 1, "local": {"lr": 0.1}})
     {'seed': 1, 'local.lr': 0.1}
     """
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         place = f"{path}{key}"
-        leaves |= flat(value, f"{place}.") if isinstance(value, Mapping) else {place: value}
+        leaves |= flatten(value, f"{place}.") if isinstance(value, Mapping) else {place: value}
     return leaves
 
 
@@ -178,13 +179,13 @@ def at(tree: Mapping[str, Any], key: str) -> Any:
     return node
 
 
-def copied(tree: Any) -> Any:
+def copy_tree(tree: Any) -> Any:
     """A copy of a tree of mappings and lists, in which what stood in several places (by an anchor
     of YAML) is a copy for each.
     """
     if isinstance(tree, dict):
-        return {key: copied(value) for key, value in tree.items()}
-    return [copied(value) for value in tree] if isinstance(tree, list) else tree
+        return {key: copy_tree(value) for key, value in tree.items()}
+    return [copy_tree(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def is_space(value: Any) -> bool:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from raydpfl.config import hints, user_classes
 from raydpfl.config.setting import Setting
 from raydpfl.config.validation import M, validate
-from raydpfl.errors import RAISED, ConfigError, in_line, know
+from raydpfl.errors import USER_EXCEPTIONS, ConfigError, located_message, register_user_module
 from raydpfl.storage.files import digest
 
 Examples = tuple[dict[str, Any], ...]
@@ -41,8 +41,8 @@ class Member(Section):
     accounted_with: ClassVar[tuple[str, ...]] = ()
     # settings worth running, each a mapping of fields: `raydpfl check` runs each of them
     examples: ClassVar[Examples] = ({},)
-    named: ClassVar[frozenset[str]] = frozenset()  # fields that name files
-    newer: ClassVar[frozenset[str]] = frozenset()  # fields added later: see `meaning`
+    file_fields: ClassVar[frozenset[str]] = frozenset()  # fields that name files
+    added_fields: ClassVar[frozenset[str]] = frozenset()  # fields added later: see `meaning`
 
     kind: str = ""
 
@@ -51,7 +51,7 @@ class Member(Section):
         """Registers the module of a user-defined class, which on an actor is not loaded by name."""
         super().__pydantic_init_subclass__(**options)
         if user_classes.is_user_defined(cls):
-            know(cls.__module__)
+            register_user_module(cls.__module__)
 
     @property
     def is_user_defined(self) -> bool:
@@ -70,25 +70,26 @@ class Member(Section):
         return ()
 
     def files(self) -> dict[str, str]:
-        """The files that this member names, by field (`named`)."""
-        values = {name: getattr(self, name) for name in sorted(self.named)}
+        """The files that this member names, by field (`file_fields`)."""
+        values = {name: getattr(self, name) for name in sorted(self.file_fields)}
         return {name: value for name, value in values.items() if isinstance(value, str)}
 
     def meaning(self) -> dict[str, Any]:
-        """Its section of the config in JSON types, of which the keys of noise and of prepared data
-        are made. A `newer` field at its default is left out: so a config without it keeps its bits.
+        """Its section of the config in JSON types; the keys of noise and of prepared data are made
+        of it. A field of `added_fields` is left out at its default: so older configs keep their
+        bits.
         """
         section = self.model_dump(mode="json")
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
-            if name in self.newer and value == field.get_default(call_default_factory=True):
+            if name in self.added_fields and value == field.get_default(call_default_factory=True):
                 del section[name]
             elif isinstance(value, Member):
                 section[name] = value.meaning()
         return section
 
     @classmethod
-    def unread(cls) -> bool:
+    def is_placeholder(cls) -> bool:
         """Whether this stands for a class that was not imported: its keys are as in the config,
         without defaults.
         """
@@ -109,14 +110,15 @@ def overrides(hook: Callable[..., Any]) -> property:
 
 K = TypeVar("K", bound="Member")
 T = TypeVar("T")
-PLAIN = {bool, float, int, str, type(None)}  # of values in which there is no member
+SCALAR_TYPES = {bool, float, int, str, type(None)}  # of values in which there is no member
 _IMPORTS: ContextVar[tuple[str, ...] | None] = ContextVar("imports", default=None)
 
 
 @contextmanager
-def importing(sections: Iterable[str] | None) -> Iterator[None]:
+def allow_imports(sections: Iterable[str] | None) -> Iterator[None]:
     """Within it `choose` imports only what these sections of a config, and sections in them, name
-    (None: all). Other import paths become members that are `unread`: an import runs code.
+    (None: all). Other import paths become placeholders (`Member.is_placeholder`), as an import runs
+    code.
     """
     token = _IMPORTS.set(None if sections is None else tuple(sections))
     try:
@@ -125,10 +127,10 @@ def importing(sections: Iterable[str] | None) -> Iterator[None]:
         _IMPORTS.reset(token)
 
 
-def imports(section: str) -> bool:
+def is_import_allowed(section: str) -> bool:
     """Whether what this section names may be imported here."""
-    allowed = _IMPORTS.get()
-    return allowed is None or any(f"{section}.".startswith(f"{name}.") for name in allowed)
+    names = _IMPORTS.get()
+    return names is None or any(f"{section}.".startswith(f"{name}.") for name in names)
 
 
 def is_path(kind: object) -> TypeGuard[str]:
@@ -144,7 +146,7 @@ def _stand_in(base: type[M]) -> type[M]:
 
 
 def family(
-    package: str, base: type[T], first: Sequence[str] = (), name: str = "kind"
+    package: str, base: type[T], leading_kinds: Sequence[str] = (), name: str = "kind"
 ) -> dict[str, type[T]]:
     """The classes with this base that the modules of a package define, by name; a class without a
     name is a base of others.
@@ -152,18 +154,18 @@ def family(
     Args:
         package: the `__name__` of the package whose `__init__` is calling.
         base: the base of the family.
-        first: names in the order of messages; the others follow by file and line.
+        leading_kinds: names in the order of messages; the others follow by file and line.
         name: the field, or class constant, that holds the name of a class.
     """
     members: dict[str, type[T]] = {}
-    for module in pkgutil.iter_modules(sys.modules[package].__path__):
-        loaded = importlib.import_module(f"{package}.{module.name}")
-        for cls in vars(loaded).values():
-            if inspect.isclass(cls) and cls.__module__ == loaded.__name__ and issubclass(cls, base):
+    for info in pkgutil.iter_modules(sys.modules[package].__path__):
+        module = importlib.import_module(f"{package}.{info.name}")
+        for cls in vars(module).values():
+            if inspect.isclass(cls) and cls.__module__ == module.__name__ and issubclass(cls, base):
                 field = getattr(cls, "model_fields", {}).get(name)
                 if kind := field.default if field else getattr(cls, name, ""):
                     members[kind] = cls
-    return {**{kind: members[kind] for kind in first}, **members}
+    return {**{kind: members[kind] for kind in leading_kinds}, **members}
 
 
 def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[K]) -> K:
@@ -178,10 +180,10 @@ def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[
         base: the base of the family.
     """
     if isinstance(values, base):
-        return _named(section, values, family, base)
+        return _assign_kind(section, values, family, base)
     if not isinstance(values, Mapping):
-        named = isinstance(values, str) and values in family
-        example = f", as in {section}.kind={values}" if named else ""
+        is_kind = isinstance(values, str) and values in family
+        example = f", as in {section}.kind={values}" if is_kind else ""
         raise ConfigError(section, values, f"a mapping with a kind{example}")
     kind = values.get("kind")
     expected = f"one of {', '.join(family)}, or the import path of your own class "
@@ -191,20 +193,20 @@ def choose(section: str, values: Any, family: Mapping[str, type[K]], base: type[
     if isinstance(kind, str) and kind in family:
         return validate(family[kind], section, values)
     if not is_path(kind):
-        near = hints.suggestion(kind, family) if isinstance(kind, str) else ""
-        raise ConfigError(f"{section}.kind", kind, f"{expected}{near}")
-    cls = user_class(kind, section, base) if imports(section) else _stand_in(base)
+        hint = hints.suggestion(kind, family) if isinstance(kind, str) else ""
+        raise ConfigError(f"{section}.kind", kind, f"{expected}{hint}")
+    cls = user_class(kind, section, base) if is_import_allowed(section) else _stand_in(base)
     return validate(cls, section, values)
 
 
-def choose_each(
+def choose_members(
     section: str, values: Any, family: Mapping[str, type[K]], base: type[K]
 ) -> tuple[K, ...]:
     """As `choose`, of a list of kinds and mappings, each kind once."""
     if not isinstance(values, (list, tuple)):
         raise ConfigError(section, values, f"a list, of {', '.join(family)} or your own classes")
     fields = [{"kind": value} if isinstance(value, str) else value for value in values]
-    members = tuple(choose(section, some, family, base) for some in fields)
+    members = tuple(choose(section, member_fields, family, base) for member_fields in fields)
     if len({member.kind for member in members}) < len(members):
         raise ConfigError(section, values, "a list that has each kind once")
     return members
@@ -226,34 +228,34 @@ def user_class(kind: str, section: str, base: type[K]) -> type[K]:
     return cls
 
 
-def _named(section: str, values: K, family: Mapping[str, type[K]], base: type[K]) -> K:
+def _assign_kind(section: str, values: K, family: Mapping[str, type[K]], base: type[K]) -> K:
     """A member that was made in Python, with the `kind` by which a config would name it."""
     cls = type(values)
-    named = family.get(values.kind) is cls or ":" in values.kind
-    if named or values.unread() or not user_classes.is_user_defined(cls):
+    has_config_kind = family.get(values.kind) is cls or ":" in values.kind
+    if has_config_kind or values.is_placeholder() or not user_classes.is_user_defined(cls):
         return values
     path = f"{cls.__module__}:{cls.__qualname__}"
     user_classes.check(cls, base, section, path)
     return values.model_copy(update={"kind": path})
 
 
-def within(value: Any, section: str) -> Iterator[tuple[str, Member]]:
+def iter_members(value: Any, section: str) -> Iterator[tuple[str, Member]]:
     """A member and those in its fields, each with its section; of a section those in its fields."""
     if isinstance(value, Member):
         yield section, value
     if isinstance(value, BaseModel):
         for name in type(value).model_fields:
             part = getattr(value, name)
-            if type(part) not in PLAIN:  # of which there are most
-                yield from within(part, f"{section}.{name}")
+            if type(part) not in SCALAR_TYPES:  # of which there are most
+                yield from iter_members(part, f"{section}.{name}")
     elif isinstance(value, tuple):
         for part in value:
-            yield from within(part, section)
+            yield from iter_members(part, section)
 
 
-def unread(value: Any) -> list[str]:
+def unimported_paths(value: Any) -> list[str]:
     """The import paths that a member, a section or an experiment names, if not imported."""
-    return [member.kind for _, member in within(value, "") if member.unread()]
+    return [member.kind for _, member in iter_members(value, "") if member.is_placeholder()]
 
 
 def refuse_code(run: str | Path, paths: Iterable[str]) -> None:
@@ -270,7 +272,7 @@ def user_modules(member: Member) -> dict[str, str | None]:
     of each one's source by its name; None for a module without a file.
     """
     digests: dict[str, str | None] = {}
-    for cls in (cls for _, part in within(member, "") for cls in type(part).__mro__):
+    for cls in (cls for _, part in iter_members(member, "") for cls in type(part).__mro__):
         if issubclass(cls, Member) and user_classes.is_user_defined(cls):
             source = getattr(sys.modules.get(cls.__module__), "__file__", None)
             digests[cls.__module__] = digest(Path(source)) if source else None
@@ -284,13 +286,14 @@ def load(path: str, field: str) -> Any:
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     try:
         value: Any = importlib.import_module(module)
-        know(module)
+        register_user_module(module)
         *outer, last = name.split(".")
         for part in outer:
             value = getattr(value, part)
             if not isinstance(value, type):
                 raise TypeError(f"{part} is no class")
         return getattr(value, last)
-    except RAISED as error:  # a user's module may raise anything
-        expected = f"an import path package.module:Name that can be imported ({in_line(error)})"
+    except USER_EXCEPTIONS as error:  # a user's module may raise anything
+        reason = located_message(error)
+        expected = f"an import path package.module:Name that can be imported ({reason})"
         raise ConfigError(field, path, expected) from None

@@ -11,7 +11,7 @@ from raydpfl.errors import ConfigError
 
 M = TypeVar("M", bound=BaseModel)
 # what pydantic's messages say, as patterns, and what messages have after "expected" instead
-PYDANTICS = {
+MESSAGE_PATTERNS = {
     r"^(Value error, )?(Input )?(should be )?": "",
     r", unable to parse string as an? \w+| or instance of \w+| after validation": "",
     r"^(greater|less) than": r"a number \1 than",
@@ -30,71 +30,71 @@ def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
     if not isinstance(values, Mapping):
         raise ConfigError(section, values, "a mapping of keys to values")
     try:
-        built = cls.model_validate(dict(values))
+        model = cls.model_validate(dict(values))
     except ValidationError as error:
-        raise _complaint(cls, section, error) from None
+        raise _config_error(cls, section, error) from None
     for name, value in values.items():
-        _check_truths(f"{section}.{name}".lstrip("."), value, getattr(built, name))
-    return built
+        _check_booleans(f"{section}.{name}".lstrip("."), value, getattr(model, name))
+    return model
 
 
-def _check_truths(field: str, value: Any, built: Any) -> None:
+def _check_booleans(field: str, value: Any, parsed_value: Any) -> None:
     """Raises `ConfigError` for a truth value of which pydantic made a number, at any depth."""
     if isinstance(value, bool):
-        if not isinstance(built, bool) and isinstance(built, int | float):
+        if not isinstance(parsed_value, bool) and isinstance(parsed_value, int | float):
             raise ConfigError(field, value, "a number, not a truth value")
-    elif isinstance(value, Mapping) and isinstance(built, BaseModel):
+    elif isinstance(value, Mapping) and isinstance(parsed_value, BaseModel):
         for name, part in value.items():
-            _check_truths(f"{field}.{name}", part, getattr(built, str(name), None))
-    elif isinstance(value, list | tuple) and isinstance(built, list | tuple):
-        for part, made in zip(value, built, strict=False):
-            _check_truths(field, part, made)
+            _check_booleans(f"{field}.{name}", part, getattr(parsed_value, str(name), None))
+    elif isinstance(value, list | tuple) and isinstance(parsed_value, list | tuple):
+        for part, parsed_part in zip(value, parsed_value, strict=False):
+            _check_booleans(field, part, parsed_part)
 
 
-def _complaint(cls: type[BaseModel], section: str, error: ValidationError) -> ConfigError:
+def _config_error(cls: type[BaseModel], section: str, error: ValidationError) -> ConfigError:
     errors = error.errors()
     # a key that is misspelt is missing too: extra keys come first, and of the branches of a union
     # the deepest error
-    first = min(errors, key=lambda e: (e["type"] == "missing", -len(_path(cls, e["loc"]))))
-    if isinstance(first.get("ctx", {}).get("error"), ConfigError):
-        return first["ctx"]["error"]
-    extra = first["type"] == "extra_forbidden"
-    inner, path = _inner(cls, first["loc"]) if extra else (cls, _path(cls, first["loc"]))
-    where = ".".join([section, *path] if section else path)
-    if extra:
-        keys = ", ".join(inner.model_fields)
-        expected = f"one of the keys {keys}{hints.suggestion(where, inner.model_fields)}"
-        return ConfigError(where, first["input"], expected)
-    if first["type"] == "missing":
-        return ConfigError(where, None, "a value, as it has no default")
+    detail = min(errors, key=lambda e: (e["type"] == "missing", -len(_path(cls, e["loc"]))))
+    if isinstance(detail.get("ctx", {}).get("error"), ConfigError):
+        return detail["ctx"]["error"]
+    is_extra = detail["type"] == "extra_forbidden"
+    owner, path = _inner_class(cls, detail["loc"]) if is_extra else (cls, _path(cls, detail["loc"]))
+    key_path = ".".join([section, *path] if section else path)
+    if is_extra:
+        keys = ", ".join(owner.model_fields)
+        expected = f"one of the keys {keys}{hints.suggestion(key_path, owner.model_fields)}"
+        return ConfigError(key_path, detail["input"], expected)
+    if detail["type"] == "missing":
+        return ConfigError(key_path, None, "a value, as it has no default")
     messages = [error["msg"] for error in errors if _path(cls, error["loc"]) == path]
-    for pattern, words in PYDANTICS.items():
+    for pattern, words in MESSAGE_PATTERNS.items():
         messages = [re.sub(pattern, words, message) for message in messages]
-    return ConfigError(where, first["input"], " or ".join(dict.fromkeys(messages)))
+    return ConfigError(key_path, detail["input"], " or ".join(dict.fromkeys(messages)))
 
 
-def _inner(
+def _inner_class(
     cls: type[BaseModel], location: tuple[int | str, ...]
 ) -> tuple[type[BaseModel], list[str]]:
     """The class at a location, this one or that of one of its fields, and the keys up to there."""
     field = str(location[0])
     if len(location) == 1:
         return cls, [field]
-    inner = _sections(cls, field)
-    return (inner[0] if inner else cls), [field, str(location[-1])]
+    section_classes = _sections(cls, field)
+    return (section_classes[0] if section_classes else cls), [field, str(location[-1])]
 
 
 def _sections(cls: type[BaseModel], field: str) -> list[type[BaseModel]]:
     """The classes of sections that a field may have as its value."""
     annotation = cls.model_fields[field].annotation if field in cls.model_fields else None
-    branches = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
-    return [one for one in branches if issubclass(one, BaseModel)]
+    branches = [part for part in (annotation, *get_args(annotation)) if isinstance(part, type)]
+    return [branch for branch in branches if issubclass(branch, BaseModel)]
 
 
 def _path(cls: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
     """The keys in a pydantic location, without pydantic's names for the branches of a union."""
-    inner = _sections(cls, str(location[0]) if location else "")
-    names = {name for one in (cls, *inner) for name in one.model_fields}
+    classes = (cls, *_sections(cls, str(location[0]) if location else ""))
+    names = {name for section in classes for name in section.model_fields}
     return [
         str(part)
         for depth, part in enumerate(location)

@@ -10,8 +10,8 @@ from raydpfl.errors import ConfigError
 from raydpfl.storage.files import read_text
 
 DEPTH = 50  # of values within values
-MERGED = 10_000  # keys that a mapping may have once others are merged into it (<<)
-_TOO_DEEP = "values within values, too deep"
+MAX_MERGED_KEYS = 10_000  # keys that a mapping may have once others are merged into it (<<)
+_DEPTH_ERROR = "values within values, too deep"
 
 
 def read(path: str | Path, field: str = "config") -> Any:
@@ -32,19 +32,19 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        seen: set[tuple[str, str]] = set()
+        known_keys: set[tuple[str, str]] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
-                if (key.tag, key.value) in seen:
+                if (key.tag, key.value) in known_keys:
                     message = f"the key {key.value!r} twice in one mapping"
                     raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
-                seen.add((key.tag, key.value))
+                known_keys.add((key.tag, key.value))
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)
-        if len(node.value) > MERGED:
-            raise yaml.YAMLError(f"a mapping that others make larger than {MERGED:,} keys")
+        if len(node.value) > MAX_MERGED_KEYS:
+            raise yaml.YAMLError(f"a mapping that others make larger than {MAX_MERGED_KEYS:,} keys")
 
 
 class _Dumper(yaml.SafeDumper):
@@ -56,14 +56,14 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in pairs if not tag.endswith((":int", ":float"))]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_whole = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)\Z")
-_decimal = re.compile(
+_integer_pattern = re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)\Z")
+_float_pattern = re.compile(
     r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|\.(inf|Inf|INF)|(\d+\.?\d*|\.\d+)[eE][-+]?\d+)\Z"
     r"|\.(nan|NaN|NAN)\Z"
 )
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _whole, list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _integer_pattern, list("-+0123456789"))
 for _yaml in (_Loader, _Dumper):
-    _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _decimal, list("-+.0123456789"))
+    _yaml.add_implicit_resolver("tag:yaml.org,2002:float", _float_pattern, list("-+.0123456789"))
 
 
 def parse_yaml(text: str) -> Any:
@@ -73,7 +73,7 @@ def parse_yaml(text: str) -> Any:
     try:
         values = yaml.load(text, _Loader)
     except RecursionError:
-        raise yaml.YAMLError(_TOO_DEEP) from None
+        raise yaml.YAMLError(_DEPTH_ERROR) from None
     # as of a date or a number that is none
     except (ValueError, OverflowError, AttributeError, TypeError) as error:
         raise yaml.YAMLError(str(error)) from None
@@ -81,20 +81,20 @@ def parse_yaml(text: str) -> Any:
     return values
 
 
-def _check_size(values: Any, most: int) -> None:
-    """Raises `yaml.YAMLError` for values nested deeper than `DEPTH`, or for more than `most`."""
-    left = [(values, 0)]
-    while left:
-        value, depth = left.pop()
-        most -= 1
+def _check_size(values: Any, budget: int) -> None:
+    """Raises `yaml.YAMLError` for values nested deeper than `DEPTH`, or for more than `budget`."""
+    stack = [(values, 0)]
+    while stack:
+        value, depth = stack.pop()
+        budget -= 1
         if depth > DEPTH:
-            raise yaml.YAMLError(_TOO_DEEP)
-        if most < 0:
+            raise yaml.YAMLError(_DEPTH_ERROR)
+        if budget < 0:
             raise yaml.YAMLError("aliases that stand for more values than the text is long")
         if isinstance(value, dict):
-            left += [(part, depth + 1) for pair in value.items() for part in pair]
+            stack += [(part, depth + 1) for pair in value.items() for part in pair]
         elif isinstance(value, (list, tuple, set)):
-            left += [(part, depth + 1) for part in value]
+            stack += [(part, depth + 1) for part in value]
 
 
 def dump(values: Any) -> str:

@@ -42,14 +42,14 @@ LEGACY: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
 _undo: list[Callable[[], None]] = []
 
 
-def chosen(num_gpus: float, where: str = "this machine") -> torch.device:
+def chosen(num_gpus: float, machine: str = "this machine") -> torch.device:
     """Where an actor with such a share of GPUs trains: the CPU for none. Raises `ConfigError`,
     which names the node, where torch finds no GPU.
     """
     if num_gpus <= 0:
         return CPU
     if not torch.cuda.is_available():
-        expected = f"0; {where} has no GPU"
+        expected = f"0; {machine} has no GPU"
         if not torch.backends.cuda.is_built():
             expected += f" that torch {torch.__version__} can use, which is built without CUDA"
         raise ConfigError("client.num_gpus", num_gpus, expected)
@@ -74,14 +74,14 @@ def settle(device: torch.device, num_gpus: float, tf32: bool = False) -> None:
     # full float32, or TF32 (10 bits): with it a clipped gradient passed its bound by 1e-3 of it
     for backend in LEGACY:
         backend.allow_tf32 = tf32
-    for backend in () if tf32 else _named():
+    for backend in () if tf32 else _precision_backends():
         # or the process has asked for less than float32 wherever nothing else is said
-        lowered = getattr(torch.backends, "fp32_precision", "none") not in ("ieee", "none")
-        if backend.fp32_precision not in ("ieee", "none") or lowered:
+        low_precision = getattr(torch.backends, "fp32_precision", "none") not in ("ieee", "none")
+        if backend.fp32_precision not in ("ieee", "none") or low_precision:
             backend.fp32_precision = "ieee"
     current = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # not in torch 2.6
-    before = current() if current else 1.0
-    _undo.append(lambda: torch.cuda.set_per_process_memory_fraction(before))
+    fraction = current() if current else 1.0
+    _undo.append(lambda: torch.cuda.set_per_process_memory_fraction(fraction))
     torch.cuda.set_per_process_memory_fraction(min(1.0, num_gpus))
 
 
@@ -91,7 +91,7 @@ def _workspace() -> None:
         raise ConfigError(WORKSPACE, value, f"unset, {WORKSPACES[0]} or {WORKSPACES[1]}")
 
 
-def _named() -> list[Any]:
+def _precision_backends() -> list[Any]:
     """What says by name how exact float32 is, from torch 2.9 on."""
     places = [getattr(torch.backends.cudnn, name, None) for name in ("conv", "rnn")]
     places.append(torch.backends.cuda.matmul)
@@ -102,35 +102,35 @@ def _state() -> Callable[[], None]:
     """A function that restores what `settle` sets of torch."""
     cudnn = torch.backends.cudnn
     deterministic = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    of_cudnn = (cudnn.deterministic, cudnn.benchmark)
+    cudnn_flags = (cudnn.deterministic, cudnn.benchmark)
     legacy = []
     for backend in LEGACY:
         with suppress(RuntimeError):  # it was set by the newer names, one by one
             legacy.append((backend, backend.allow_tf32))
-    named = [(backend, backend.fp32_precision) for backend in _named()]
+    precisions = [(backend, backend.fp32_precision) for backend in _precision_backends()]
 
     def undo() -> None:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-        cudnn.deterministic, cudnn.benchmark = of_cudnn
-        for backend, allowed in legacy:
-            backend.allow_tf32 = allowed
-        for backend, precision in named:
+        cudnn.deterministic, cudnn.benchmark = cudnn_flags
+        for backend, allow_tf32 in legacy:
+            backend.allow_tf32 = allow_tf32
+        for backend, precision in precisions:
             backend.fp32_precision = precision
 
     return undo
 
 
 @contextmanager
-def restored() -> Iterator[None]:
+def preserve_settings() -> Iterator[None]:
     """Restores what `settle` sets of torch within."""
-    before = len(_undo)
+    depth = len(_undo)
     try:
         yield
     finally:
-        while len(_undo) > before:
+        while len(_undo) > depth:
             _undo.pop()()
 
 
@@ -154,24 +154,24 @@ def _properties() -> Any:
     return torch.cuda.get_device_properties(torch.cuda.current_device())
 
 
-def exhausted(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device had no memory left, as far as the error says."""
     full = isinstance(error, RuntimeError) and any(text in str(error) for text in FULL)
     return full or isinstance(error, torch.OutOfMemoryError)
 
 
-def blame(device: torch.device, error: BaseException) -> None:
+def raise_device_error(device: torch.device, error: BaseException) -> None:
     """Raises `DeviceError` where the device had no memory left, or cuDNN no algorithm, `DeviceLost`
     where it no longer works for this process, and nothing for any other error.
     """
     if device.type == "cpu" or isinstance(error, DeviceError):
         return
-    if exhausted(error):
+    if is_out_of_memory(error):
         remedy = "raise client.num_gpus, or lower client.chunk, local.batch or evaluate.batch"
-        what = "the GPU has no memory left"
+        cause = "the GPU has no memory left"
         if ENGINE in str(error):
-            what = "cuDNN has no memory, or no algorithm without atomics, for a convolution"
-        raise DeviceError(f"{what}; {remedy} ({message(error, SHOWN)})") from None
+            cause = "cuDNN has no memory, or no algorithm without atomics, for a convolution"
+        raise DeviceError(f"{cause}; {remedy} ({message(error, SHOWN)})") from None
     try:
         torch.cuda.synchronize()
     except Exception:
@@ -179,12 +179,12 @@ def blame(device: torch.device, error: BaseException) -> None:
 
 
 @contextmanager
-def blamed(device: torch.device) -> Iterator[None]:
-    """Raises what `blame` does for an error from within, or that error."""
+def device_errors(device: torch.device) -> Iterator[None]:
+    """Raises what `raise_device_error` does for an error from within, or that error."""
     try:
         yield
     except Exception as error:
-        blame(device, error)
+        raise_device_error(device, error)
         raise
 
 
@@ -198,21 +198,21 @@ def memory(num_gpus: float) -> int:
     return int(min(1.0, num_gpus) * whole)
 
 
-def sent(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
-    """A tensor of the CPU there, through pinned memory, which waits for nothing that the device was
-    asked before; a large one directly, to take less of the host's memory. The same tensor where it
-    is there already, and where `to` is the CPU.
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the CPU on `device`, through pinned memory, which waits for nothing that the
+    device was asked before; a large one directly, to take less of the host's memory. The same
+    tensor where it is there already, and where `device` is the CPU.
     """
-    if to.type == "cpu" or tensor.device.type != "cpu":
+    if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor
     if tensor.nbytes > PINNED:
-        return tensor.to(to)
-    return tensor.pin_memory().to(to, non_blocking=True)
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def index(places: np.ndarray, to: torch.device) -> torch.Tensor:
+def index(places: np.ndarray, device: torch.device) -> torch.Tensor:
     """Places along an axis, int64 [k], for an index without a wait for the device."""
-    return sent(torch.from_numpy(places), to)
+    return sent(torch.from_numpy(places), device)
 
 
 def norms(vectors: torch.Tensor) -> torch.Tensor:
@@ -236,20 +236,20 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def freed(device: torch.device) -> None:
+def empty_cache(device: torch.device) -> None:
     """Gives memory that torch keeps for later back to the device."""
     if device.type != "cpu":
         torch.cuda.empty_cache()
 
 
-def check_numbers(device: torch.device, values: np.ndarray, below: int, what: str) -> None:
-    """Raises IndexError for integers `values` [...] (labels or tokens: `what` says it) that are not
+def check_numbers(device: torch.device, values: np.ndarray, below: int, kind: str) -> None:
+    """Raises IndexError for integers `values` [...] (labels or tokens: `kind` says it) that are not
     from 0 to below `below`, before they reach a GPU, which the process could not use any more. A
     CPU raises it by itself.
     """
     if device.type == "cpu" or values.dtype.kind not in "iu" or not values.size:
         return
-    least, most = int(values.min()), int(values.max())
-    if least < 0 or most >= below:
-        wrong = least if least < 0 else most
-        raise IndexError(f"{what} {wrong} is out of bounds: they are from 0 to {below - 1}")
+    min_value, max_value = int(values.min()), int(values.max())
+    if min_value < 0 or max_value >= below:
+        wrong = min_value if min_value < 0 else max_value
+        raise IndexError(f"{kind} {wrong} is out of bounds: they are from 0 to {below - 1}")

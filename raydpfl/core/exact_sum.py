@@ -44,7 +44,7 @@ def add(
         check_range(math.inf, grid)
 
 
-def snapped(vectors: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+def snap_to_grid(vectors: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
     """What clients send, float64 [k, d], rounded in place to the grid as `add` does it, without a
     wait for the device, and the size of the largest coordinate before, for `check_range`.
     """
@@ -61,15 +61,15 @@ def check_range(largest: float, grid: Grid) -> None:
         )
 
 
-def gathered(
-    arriving: Iterable[tuple[int, ChunkResult]], d: int
+def sum_results(
+    indexed_results: Iterable[tuple[int, ChunkResult]], d: int
 ) -> tuple[np.ndarray, list[ChunkResult]]:
     """The exact sum of what actors have returned, float64 [d], added up as (place, result) arrive,
     in whatever order, and the results by place.
     """
     results: dict[int, ChunkResult] = {}
     total = np.zeros(d)
-    for place, result in arriving:
+    for place, result in indexed_results:
         results[place] = result
         total += result.total
         result.total = NOTHING

@@ -20,7 +20,7 @@ Precision = Literal["float32", "bfloat16", "tf32"]
 
 
 @functools.cache
-def _described() -> dict[str, str]:
+def _cpu_info() -> dict[str, str]:
     """What Linux says of the first processor; nothing elsewhere."""
     lines: list[str] = []
     with suppress(OSError):
@@ -31,13 +31,13 @@ def _described() -> dict[str, str]:
 
 def maker() -> str:
     """Its maker, as Linux has it: GenuineIntel, AuthenticAMD, ...; "" if unknown."""
-    return _described().get("vendor_id", "")
+    return _cpu_info().get("vendor_id", "")
 
 
 def has_bfloat16() -> bool:
     """Whether it multiplies bfloat16 numbers; True where Linux does not say it."""
-    described = _described()
-    flags = (described.get("flags") or described.get("Features") or "").split()
+    cpu_info = _cpu_info()
+    flags = (cpu_info.get("flags") or cpu_info.get("Features") or "").split()
     return not flags or not BFLOAT16.isdisjoint(flags)
 
 
@@ -61,16 +61,16 @@ def single_blas() -> Iterator[None]:
     with more threads, and hangs in a fork (`pthread_atfork`) where another thread uses them, has
     one thread, as it is loaded and, by the environment, as it will be.
     """
-    before = os.environ.get(BLAS)
+    saved_setting = os.environ.get(BLAS)
     os.environ[BLAS] = "1"
     try:
         with threadpool_limits(1, user_api="blas"):
             yield
     finally:
-        if before is None:
+        if saved_setting is None:
             del os.environ[BLAS]
         else:
-            os.environ[BLAS] = before
+            os.environ[BLAS] = saved_setting
 
 
 def peak_rss_mb() -> float:

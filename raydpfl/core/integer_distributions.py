@@ -43,8 +43,8 @@ class Distribution:
             digits *= 2
         self._thresholds = table
         # P[|X| > k] for k = -1, 0, 1, ..., to 2^-63
-        above = (2**BITS - table.astype(object)).astype(np.float64) * 2.0**-BITS
-        self._tails = np.concatenate([[1.0], above])
+        tails = (2**BITS - table.astype(object)).astype(np.float64) * 2.0**-BITS
+        self._tails = np.concatenate([[1.0], tails])
 
     def weights(self, digits: int) -> Iterator[Decimal]:
         """Numbers in proportion to P[X = k] for k = K, K - 1, ..., 0, where 2 P[X > K] is below
@@ -57,10 +57,10 @@ class Distribution:
         with localcontext(_context(digits)):
             weights = list(self.weights(digits))
             total = 2 * sum(weights[:-1]) + weights[-1]
-            above, values = Decimal(0), []
+            tail_weight, values = Decimal(0), []
             for weight in weights:
-                values.append(above / total)
-                above += 2 * weight
+                values.append(tail_weight / total)
+                tail_weight += 2 * weight
         return values[::-1]
 
     def _table(self, digits: int) -> np.ndarray | None:
@@ -70,23 +70,23 @@ class Distribution:
         table = []
         with localcontext(_context(digits)):
             for tail in self._tail(digits):
-                scaled = tail * 2**BITS
-                whole = int(scaled)
-                if whole and not CLOSE < scaled - whole < 1 - CLOSE:
+                scaled_tail = tail * 2**BITS
+                integer_part = int(scaled_tail)
+                if integer_part and not CLOSE < scaled_tail - integer_part < 1 - CLOSE:
                     return None
-                table.append(2**BITS - 1 - whole)
-                if not whole:
+                table.append(2**BITS - 1 - integer_part)
+                if not integer_part:
                     break
         return np.array(table, np.uint64)
 
     def sample(self, words: Words, n: int) -> np.ndarray:
         """n independent integers, float64 [n], from n words (very seldom more) of `words`."""
-        drawn = words(n)
-        uniform = drawn >> np.uint64(1)
+        raw_words = words(n)
+        uniform = raw_words >> np.uint64(1)
         size = np.searchsorted(self._thresholds, uniform)  # thresholds below the 63 bits
         for place in np.flatnonzero(self._thresholds[size] == uniform).tolist():
             size[place] = self.resolve(int(uniform[place]), BITS, words)
-        return np.where(drawn & np.uint64(1), -size, size).astype(np.float64)
+        return np.where(raw_words & np.uint64(1), -size, size).astype(np.float64)
 
     def resolve(self, uniform: int, bits: int, words: Words) -> int:
         """|X| for a U whose first `bits` are those of `uniform`, with more bits from `words`."""
@@ -94,28 +94,28 @@ class Distribution:
             digits = DIGITS + bits // 3
             error = Decimal(10) ** -(digits - 5)
             with localcontext(_context(digits)):
-                most = 1 - Decimal(uniform) / 2**bits  # of 1 - U, and the least
-                least = 1 - Decimal(uniform + 1) / 2**bits
+                tail_high = 1 - Decimal(uniform) / 2**bits  # bounds of 1 - U
+                tail_low = 1 - Decimal(uniform + 1) / 2**bits
                 for k, tail in enumerate(self._tail(digits)):
-                    if tail + error <= least:
+                    if tail + error <= tail_low:
                         return k
-                    if tail - error < most:
+                    if tail - error < tail_high:
                         break  # it lies in between, or too close to tell
             uniform = (uniform << 64) | int(words(1)[0])
             bits += 64
 
-    def scores(self, drawn: np.ndarray) -> np.ndarray:
+    def scores(self, integers: np.ndarray) -> np.ndarray:
         """Of independent integers of this distribution, float64 [...], independent standard
         normals: Phi^-1 of the distribution function, at a random place within each of its jumps.
         The places are random, whatever the seed: noise that is small is often the same.
         """
         from scipy.special import ndtri
 
-        place, coin = np.random.default_rng().random((2, *drawn.shape))
-        size = np.minimum(np.abs(drawn), len(self._tails) - 2).astype(np.int64)
-        above, at_least = self._tails[size + 1], self._tails[size]
-        tail = (above + place * (at_least - above)) / 2
-        sign = np.where(drawn == 0, np.where(coin < 0.5, -1.0, 1.0), np.sign(drawn))
+        place, coin = np.random.default_rng().random((2, *integers.shape))
+        size = np.minimum(np.abs(integers), len(self._tails) - 2).astype(np.int64)
+        strict_tail, inclusive_tail = self._tails[size + 1], self._tails[size]
+        tail = (strict_tail + place * (inclusive_tail - strict_tail)) / 2
+        sign = np.where(integers == 0, np.where(coin < 0.5, -1.0, 1.0), np.sign(integers))
         return -sign * ndtri(np.maximum(tail, 1e-300))
 
 
@@ -149,10 +149,10 @@ class SkellamDistribution(Distribution):
         last = 1
         while self._log_tail(last) > -math.log(10) * (digits + 5):
             last += 1 + last // 8
-        after, weight = Decimal(0), Decimal(1)
+        next_weight, weight = Decimal(0), Decimal(1)
         for k in range(last, 0, -1):
             yield weight
-            after, weight = weight, after + (2 * k) * weight / variance
+            next_weight, weight = weight, next_weight + (2 * k) * weight / variance
         yield weight
 
     def _log_tail(self, k: int) -> float:

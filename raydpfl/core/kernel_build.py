@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from raydpfl.storage.files import cache_root, foreign, keep_json, kept_json, make, open_own
+from raydpfl.storage.files import cache_root, foreign, keep_json, make, open_own_file, read_own_json
 
 SOURCE = Path(__file__).with_name("native") / "kernels.c"
 FLAGS = ("-O2", "-ffp-contract=off", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-w")
@@ -61,17 +61,17 @@ def compiled(command: list[str], path: Path) -> None:
         output.replace(path)
 
 
-def loaded(path: Path) -> ctypes.CDLL:
+def load_library(path: Path) -> ctypes.CDLL:
     """The library that `compiled` has put there: the open file that was checked, and nothing that
     takes its place meanwhile. Raises OSError where there is none, another user could have written
     it, it is not what was compiled, or it cannot be loaded.
     """
     _check_folder(path)
     try:
-        digest = kept_json(path.with_suffix(".json"))
+        digest = read_own_json(path.with_suffix(".json"))
     except ValueError:
         digest = None
-    with open_own(path) as file:
+    with open_own_file(path) as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != digest:
             raise OSError(0, "is not what was compiled", str(path))
         # the loader knows a library by its path: this one stays open

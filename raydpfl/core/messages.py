@@ -45,10 +45,10 @@ class Chunk:
     # send; one whose is longer sends nothing
     limits: np.ndarray | None = None
     memory: Mapping[str, Rows] = field(default_factory=dict)  # client states, by member
-    parts: int = 1  # chunks, one after another, that are trained together: see `joined`
+    parts: int = 1  # chunks, one after another, that are trained together: see `concatenate`
 
     @classmethod
-    def joined(cls, chunks: Sequence[Chunk]) -> Chunk:
+    def concatenate(cls, chunks: Sequence[Chunk]) -> Chunk:
         """Chunks as one, in order; those of several widths are one chunk from then on."""
         if len(chunks) == 1:
             return chunks[0]
@@ -56,8 +56,8 @@ class Chunk:
         offset = 0
         for chunk in chunks:
             for member, states in chunk.memory.items():
-                shifted = {offset + slot: vector for slot, vector in states.items()}
-                memory[member] = memory.get(member, {}) | shifted
+                shifted_states = {offset + slot: vector for slot, vector in states.items()}
+                memory[member] = memory.get(member, {}) | shifted_states
             offset += len(chunk.clients)
         arrays: dict[str, Any] = {
             name: np.concatenate([getattr(chunk, name) for chunk in chunks])
@@ -107,9 +107,9 @@ class Chunk:
 
 def check_bound(field: str, bound: float) -> None:
     """Raises `ConfigError` for a bound on an L2 norm outside of `BOUNDS`."""
-    least, most = BOUNDS
-    if not least <= bound <= most:
-        expected = f"a number from {least:g} to {most:g}, as squares must be exact in float32"
+    minimum, maximum = BOUNDS
+    if not minimum <= bound <= maximum:
+        expected = f"a number from {minimum:g} to {maximum:g}, as squares must be exact in float32"
         raise ConfigError(field, bound, expected)
 
 
@@ -126,7 +126,7 @@ class Grid:
     TAIL: ClassVar[float] = 40.0
 
     @classmethod
-    def of_integers(cls, cohort: int) -> Grid:
+    def integer_grid(cls, cohort: int) -> Grid:
         """The integers, of any sum below 2^51 of `cohort` contributions."""
         return cls(1.0, 2.0**51 / max(1, cohort))
 
@@ -135,10 +135,10 @@ class Grid:
         """The grid of a round, which holds the largest sum of `cohort` contributions of an L2 norm
         up to `bound`, weight included (None: unbounded), with noise of this std each.
         """
-        most = cls.UNBOUNDED if bound is None else bound
-        most += cls.TAIL * std
+        max_coordinate = cls.UNBOUNDED if bound is None else bound
+        max_coordinate += cls.TAIL * std
         count = max(1, cohort)
-        step = 2.0 ** (math.ceil(math.log2(count * most)) - 51)
+        step = 2.0 ** (math.ceil(math.log2(count * max_coordinate)) - 51)
         return cls(step, step * 2.0**51 / count)
 
 
@@ -172,13 +172,13 @@ class ChunkResult:
     total: np.ndarray  # float64 [d]: the exact sum of what its clients send
     columns: Columns
     memory: Mapping[str, np.ndarray]  # the clients' next states, float32 [r, d]
-    dropped: list[tuple[int, str]] = field(default_factory=list)  # (client, what it did)
+    dropped_updates: list[tuple[int, str]] = field(default_factory=list)  # (client, what it did)
     # of noise by a class from outside, see `raydpfl.simulation.noise_monitor.numbers`
     drawn: Mapping[str, np.ndarray] = field(default_factory=dict)
     seconds: float = 0.0
     peak_rss_mb: float = 0.0
 
-    def copied(self) -> ChunkResult:
+    def copy_arrays(self) -> ChunkResult:
         """The same with copies of its arrays, but for the total."""
         fields: dict[str, Any] = {
             name: {key: values.copy() for key, values in getattr(self, name).items()}

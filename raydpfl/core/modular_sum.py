@@ -40,8 +40,8 @@ class ModularSum:
         repeated until it is (Kairouz et al. 2021, Definition 21), and after `TRIALS` times it is
         towards 0. Raises `RunError` for a vector that is too long for that.
         """
-        scaled = self._rotated(vectors / self.step)
-        for row, client, draw in zip(scaled, clients.tolist(), draws.tolist(), strict=True):
+        rotated_rows = self._rotate(vectors / self.step)
+        for row, client, draw in zip(rotated_rows, clients.tolist(), draws.tolist(), strict=True):
             key = {"t": self.t, "client": client, "draw": draw}
             generator = stream(self.seed, Purpose.ROUNDING, **key)
             for _ in range(TRIALS):
@@ -57,24 +57,24 @@ class ModularSum:
                     f"{math.sqrt(self.square):g} that was accounted for"
                 )
             row[:] = integers
-        return scaled
+        return rotated_rows
 
     def wrapped(self, total: np.ndarray) -> int:
         """How many coordinates of an exact sum of integers, float64 [d], wrap around."""
-        return int(np.count_nonzero(self._centred(total) != total))
+        return int(np.count_nonzero(self._reduce_modulo(total) != total))
 
     def decode(self, totals: np.ndarray) -> np.ndarray:
         """The vectors, float64 [..., d], that sums of integers, float64 [..., d], stand for: taken
         modulo 2^bits between -2^(bits - 1) and 2^(bits - 1) - 1, turned back, times the step.
         """
-        rows = self._centred(totals).reshape(-1, totals.shape[-1])
-        return (self._rotated(rows, back=True) * self.step).reshape(totals.shape)
+        rows = self._reduce_modulo(totals).reshape(-1, totals.shape[-1])
+        return (self._rotate(rows, back=True) * self.step).reshape(totals.shape)
 
-    def _centred(self, totals: np.ndarray) -> np.ndarray:
+    def _reduce_modulo(self, totals: np.ndarray) -> np.ndarray:
         half = 2.0 ** (self.bits - 1)
         return (totals + half) % (2 * half) - half
 
-    def _rotated(self, rows: np.ndarray, back: bool = False) -> np.ndarray:
+    def _rotate(self, rows: np.ndarray, back: bool = False) -> np.ndarray:
         """Rows float64 [k, d] by an orthogonal matrix, or its inverse: random signs and a Hadamard
         matrix on the first m coordinates, then on the last m, m the largest power of two up to d.
         """
@@ -96,15 +96,15 @@ def hadamard(rows: np.ndarray) -> np.ndarray:
     sqrt(m). Every row has the same bits alone and among others.
     """
     k, m = rows.shape
-    first = 1 << ((m.bit_length() - 1) // 2)
-    cube = rows.reshape(k, first, m // first)
+    factor_size = 1 << ((m.bit_length() - 1) // 2)
+    cube = rows.reshape(k, factor_size, m // factor_size)
     for _ in range(2):  # both factors of the matrix, each along the axis whose steps are long
         count = cube.shape[1]
         half = 1
         while half < count:
             pairs = cube.reshape(k, count // (2 * half), 2, half, -1)
-            added, left = pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]
-            cube = np.stack([added, left], axis=2).reshape(k, count, -1)
+            sums, differences = pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]
+            cube = np.stack([sums, differences], axis=2).reshape(k, count, -1)
             half *= 2
         cube = np.ascontiguousarray(cube.swapaxes(1, 2))
     return cube.reshape(k, m) / math.sqrt(m)

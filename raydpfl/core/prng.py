@@ -179,43 +179,43 @@ def clients_normals(
     half = (n + 1) // 2
     out = np.empty((len(clients), 2 * half), np.float32)
     factors = np.ones(len(clients), np.float32) if stds is None else stds.astype(np.float32)
-    which = np.asarray(draws, np.int64)
-    if not (0 <= step < 1 << 32 and ((which >= 0) & (which < 1 << 32)).all()):
+    draw_indices = np.asarray(draws, np.int64)
+    if not (0 <= step < 1 << 32 and ((draw_indices >= 0) & (draw_indices < 1 << 32)).all()):
         raise ValueError(f"draws and step {step} must each fit in 32 bits")
-    names = np.empty((len(which), 5), np.uint64)
+    names = np.empty((len(draw_indices), 5), np.uint64)
     names[:, :3] = np.array([seed, purpose, t], np.uint64)
     names[:, 3] = clients
-    names[:, 4] = (which.astype(np.uint64) << np.uint64(32)) | np.uint64(step)
+    names[:, 4] = (draw_indices.astype(np.uint64) << np.uint64(32)) | np.uint64(step)
     if not native.normals(names, factors, out):
-        together = max(1, _AT_ONCE // max(half, WORDS))
-        for first in range(0, len(clients), together):
-            rows = slice(first, first + together)
-            _in_numpy(names[rows], factors[rows], out[rows])
+        group_size = max(1, _AT_ONCE // max(half, WORDS))
+        for start in range(0, len(clients), group_size):
+            rows = slice(start, start + group_size)
+            _numpy_normals(names[rows], factors[rows], out[rows])
     return torch.from_numpy(out)[:, :n]
 
 
-def _in_numpy(names: np.ndarray, stds: np.ndarray, out: np.ndarray) -> None:
+def _numpy_normals(names: np.ndarray, stds: np.ndarray, out: np.ndarray) -> None:
     """What `raydpfl.core.native.normals` does."""
     half = out.shape[1] // 2
     for start in range(0, half, _AT_ONCE):
         end = min(start + _AT_ONCE, half)
         groups = -(-(end - start) // WORDS)
-        drawn = chacha(names, start // 8, groups * BLOCKS)
+        words = chacha(names, start // 8, groups * BLOCKS)
         # of each pair of a block's words, and each group, that of all blocks
-        pairs = drawn.reshape(8, 2, len(names), groups, BLOCKS).transpose(1, 2, 3, 0, 4)
+        pairs = words.reshape(8, 2, len(names), groups, BLOCKS).transpose(1, 2, 3, 0, 4)
         low, high = pairs.reshape(2, len(names), -1)[:, :, : end - start]
         halves = _box_muller(low, high, stds[:, None])
         out[:, start:end], out[:, half + start : half + end] = halves
 
 
-def chacha(names: np.ndarray, first: int, blocks: int) -> np.ndarray:
-    """Blocks of ChaCha with 8 rounds (Bernstein 2008), from the counter `first` on: their words,
+def chacha(names: np.ndarray, counter: int, blocks: int) -> np.ndarray:
+    """Blocks of ChaCha with 8 rounds (Bernstein 2008), from the number `counter` on: their words,
     uint32 [16, C, blocks], of `names` uint64 [C, 5], the key and the nonce.
     """
     words = np.empty((8, len(names), blocks), np.uint64)
     words[:2] = np.array([0x3320646E61707865, 0x6B20657479622D32], np.uint64)[:, None, None]
     words[2:6] = names.T[:4, :, None]
-    words[6] = np.uint64(first) + np.arange(blocks, dtype=np.uint64)
+    words[6] = np.uint64(counter) + np.arange(blocks, dtype=np.uint64)
     words[7] = names.T[4, :, None]
     start = np.empty((8, 2, len(names), blocks), np.uint32)
     start[:, 0] = words
@@ -239,10 +239,10 @@ def _mix(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray) -> None:
         z |= high
 
 
-def _turn(rows: np.ndarray, by: int) -> None:
+def _turn(rows: np.ndarray, shift: int) -> None:
     """Brings the diagonals of 4 rows into columns, or back."""
     for r in (1, 2, 3):
-        rows[r] = rows[r][(np.arange(4) + by * r) % 4]
+        rows[r] = rows[r][(np.arange(4) + shift * r) % 4]
 
 
 def _box_muller(
@@ -263,15 +263,15 @@ def _box_muller(
     r = odd.astype(number) * number(1.8725351414619645e-07)
     z = r * r
     s = _polynomial(z, _SINE) * z
-    s = _fused(s, r, r)
+    s = _fma(s, r, r)
     c = _polynomial(z, _COSINE)
-    swapped = (high & np.uint32(1)) != 0
-    cosine = _signed(np.where(swapped, s, c), low)
-    sine = _signed(np.where(swapped, c, s), high)
+    swap_mask = (high & np.uint32(1)) != 0
+    cosine = _copy_sign(np.where(swap_mask, s, c), low)
+    sine = _copy_sign(np.where(swap_mask, c, s), high)
     return cosine * radius, sine * radius
 
 
-def _signed(values: np.ndarray, bits: np.ndarray) -> np.ndarray:
+def _copy_sign(values: np.ndarray, bits: np.ndarray) -> np.ndarray:
     """float32 `values`, negated where the highest of `bits` is 1."""
     return (values.view(np.uint32) ^ (bits & np.uint32(1 << 31))).view(np.float32)
 
@@ -281,7 +281,7 @@ def _minus_two_logarithms(v: np.ndarray) -> np.ndarray:
     t = v.view(np.int32) - np.int32(0x4EB504F3)
     e = (t >> np.int32(23)).astype(np.float32)  # v = (f + 1) 2^(e + 31)
     f = ((t & np.int32(0x7FFFFF)) + np.int32(0x3F3504F3)).view(np.float32) - np.float32(1)
-    return _fused(e, np.float32(-1.3862943611), _polynomial(f, _LOG) * f)
+    return _fma(e, np.float32(-1.3862943611), _polynomial(f, _LOG) * f)
 
 
 # polynomials with the least relative error over a reduced argument, the highest power first: of
@@ -299,11 +299,11 @@ def _polynomial(x: np.ndarray, terms: Sequence[float]) -> np.ndarray:
     """float32 numbers, by fused multiply-adds from the first of `terms` on."""
     y = np.full_like(x, terms[0])
     for term in terms[1:]:
-        y = _fused(y, x, np.float32(term))
+        y = _fma(y, x, np.float32(term))
     return y
 
 
-def _fused(a: np.ndarray, b: np.ndarray | np.float32, c: np.ndarray | np.float32) -> np.ndarray:
+def _fma(a: np.ndarray, b: np.ndarray | np.float32, c: np.ndarray | np.float32) -> np.ndarray:
     """a b + c of float32 numbers, rounded once, where that is no subnormal number.
 
     In float64 the product is exact, and the sum is rounded. To round it again is to round it once,
@@ -314,11 +314,11 @@ def _fused(a: np.ndarray, b: np.ndarray | np.float32, c: np.ndarray | np.float32
     halfway = (total.view(np.int64) & 0x1FFFFFFF) == 0x10000000
     if halfway.any():
         p = product[halfway]
-        added = np.broadcast_to(c, a.shape)[halfway].astype(np.float64)
+        addend = np.broadcast_to(c, a.shape)[halfway].astype(np.float64)
         s = total[halfway]
         back = s - p
-        lost = (p - (s - back)) + (added - back)
-        total[halfway] = np.where(lost == 0, s, np.nextafter(s, np.copysign(np.inf, lost)))
+        residual = (p - (s - back)) + (addend - back)
+        total[halfway] = np.where(residual == 0, s, np.nextafter(s, np.copysign(np.inf, residual)))
     return total.astype(np.float32)
 
 
@@ -352,7 +352,7 @@ def keyed_globals(
     this process uses, are at the start of one named stream; afterwards they are as before. For
     user-defined code. Arguments as for `stream`.
     """
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    saved_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     philox = _philox(seed, Purpose.GLOBAL, t, client, draw, step)
     random.seed(int.from_bytes(philox.random_raw(4).tobytes(), "little"))
     np.random.seed(philox.random_raw(4).view(np.uint32))
@@ -365,6 +365,6 @@ def keyed_globals(
     finally:
         if gpu is not None:
             torch.cuda.set_rng_state(gpu)
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+        random.setstate(saved_states[0])
+        np.random.set_state(saved_states[1])
+        torch.set_rng_state(saved_states[2])

@@ -1,11 +1,11 @@
 """Ctrl-C and SIGTERM, from the first instruction of a command to its last.
 
-A signal raises KeyboardInterrupt at once, or inside `deferred` is only noted (`asked`); a second
-one always raises. What is raised inside a library may be lost there (in a callback, in a
+A signal raises KeyboardInterrupt at once, or inside `defer_signals` is only noted (`asked`); a
+second one always raises. What is raised inside a library may be lost there (in a callback, in a
 destructor, while Ray starts), so it is noted too: `check`, called between one step and the next,
 raises it once more.
 
->>> with handled(), deferred():
+>>> with handle_signals(), defer_signals():
 ...     signal.raise_signal(signal.SIGTERM)
 ...     asked()
 True
@@ -43,20 +43,20 @@ def _handle(number: int, *_: Any) -> None:
 
 
 @contextmanager
-def handled() -> Iterator[None]:
+def handle_signals() -> Iterator[None]:
     """Takes both signals until it is left. Does nothing within itself, or in another thread than
     the main one.
     """
     if _State.installed or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    old_handlers = {number: signal.getsignal(number) for number in SIGNALS}
     _State.installed = True
     install()
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
         _State.installed = _State.asked = False
 
@@ -69,18 +69,18 @@ def install() -> None:
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Within it a first signal raises nothing and is noted (`asked`)."""
-    before = _State.deferring
+    was_deferring = _State.deferring
     _State.deferring = True
     try:
         yield
     finally:
-        _State.deferring = before
+        _State.deferring = was_deferring
 
 
 @contextmanager
-def limited(seconds: float | None, error: BaseException) -> Iterator[None]:
+def time_limit(seconds: float | None, error: BaseException) -> Iterator[None]:
     """Raises `error` within, after so many seconds, even where it sleeps. Does nothing without
     seconds, or in another thread than the main one.
     """
@@ -88,20 +88,20 @@ def limited(seconds: float | None, error: BaseException) -> Iterator[None]:
         yield
         return
 
-    def late(*_: Any) -> None:
+    def raise_error(*_: Any) -> None:
         raise error
 
-    before = signal.signal(signal.SIGALRM, late)
+    old_handler = signal.signal(signal.SIGALRM, raise_error)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, old_handler)
 
 
 def asked() -> bool:
-    """Whether a signal has come since `handled` was entered."""
+    """Whether a signal has come since `handle_signals` was entered."""
     return _State.asked
 
 

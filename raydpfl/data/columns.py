@@ -51,12 +51,12 @@ def read_columns(field: str, name: str, root: Path | None, part: str = "train") 
             return _npz(path, part)
         if path.suffix not in READERS:
             raise ValueError(f"its name ends in none of {', '.join([*READERS, '.npz'])}")
-        return of_table(READERS[path.suffix](path), path.name, part)
+        return table_columns(READERS[path.suffix](path), path.name, part)
     except Exception as error:  # whatever a broken file makes its reader raise
         raise ConfigError(field, name, f"{KINDS} ({one_line(error)})") from None
 
 
-def missing(field: str, name: str | None, table: Columns) -> ConfigError:
+def column_error(field: str, name: str | None, table: Columns) -> ConfigError:
     """The refusal of a name that is no column of a table."""
     return ConfigError(field, name, f"a column of {table.name}: {', '.join(table)}")
 
@@ -79,23 +79,23 @@ def _npz(path: Path, part: str) -> Columns:
     return columns
 
 
-def of_table(table: pa.Table, name: str, part: str) -> Columns:
+def table_columns(table: pa.Table, name: str, part: str) -> Columns:
     """The columns of a table, decimals as float64. Raises ValueError for one that it has twice."""
-    twice = [name for name in table.column_names if table.column_names.count(name) > 1]
-    if twice:
-        hint = " (is the first line a row?)" if twice[0].replace(".", "").isdigit() else ""
-        raise ValueError(f"the column {twice[0]!r} twice{hint}")
+    duplicates = [name for name in table.column_names if table.column_names.count(name) > 1]
+    if duplicates:
+        hint = " (is the first line a row?)" if duplicates[0].replace(".", "").isdigit() else ""
+        raise ValueError(f"the column {duplicates[0]!r} twice{hint}")
     columns = [
         column.cast(pa.float64()) if pa.types.is_decimal(column.type) else column
         for column in table.columns
     ]
-    found = Columns(name, dict(zip(table.column_names, columns, strict=True)), part)
-    about = (table.schema.metadata or {}).get(b"huggingface", b"{}")
-    features = json.loads(about).get("info", {}).get("features", {})
+    named_columns = Columns(name, dict(zip(table.column_names, columns, strict=True)), part)
+    metadata = (table.schema.metadata or {}).get(b"huggingface", b"{}")
+    features = json.loads(metadata).get("info", {}).get("features", {})
     for column, feature in features.items():
         if isinstance(feature, dict) and feature.get("_type") == "ClassLabel":
-            found.names[column] = tuple(feature.get("names") or ())
-    return found
+            named_columns.names[column] = tuple(feature.get("names") or ())
+    return named_columns
 
 
 def _csv(path: Path) -> pa.Table:
@@ -106,16 +106,16 @@ def _csv(path: Path) -> pa.Table:
     with path.open("rb") as file:
         head = file.readline(1 << 16).decode("utf-8", "replace")
     delimiter = max(DELIMITERS, key=head.count)
-    table = _parsed(path, delimiter)
-    if delimiter != "," and _texts(table):
-        table = min(table, _parsed(path, delimiter, decimal=","), key=_texts)
+    table = _parse_csv(path, delimiter)
+    if delimiter != "," and _count_text_columns(table):
+        table = min(table, _parse_csv(path, delimiter, decimal=","), key=_count_text_columns)
     for field in table.schema:
         if pa.types.is_binary(field.type):
             raise ValueError(f"the column {field.name!r} is no text in UTF-8: write it as that")
     return table
 
 
-def _parsed(path: Path, delimiter: str, decimal: str = ".") -> pa.Table:
+def _parse_csv(path: Path, delimiter: str, decimal: str = ".") -> pa.Table:
     from pyarrow import csv
 
     return csv.read_csv(
@@ -127,7 +127,7 @@ def _parsed(path: Path, delimiter: str, decimal: str = ".") -> pa.Table:
     )
 
 
-def _texts(table: pa.Table) -> int:
+def _count_text_columns(table: pa.Table) -> int:
     """How many columns are of text."""
     return sum(pa.types.is_string(kind) for kind in table.schema.types)
 
@@ -176,32 +176,32 @@ def _bytes(parquet: pq.FileMetaData) -> int:
     for group in range(parquet.num_row_groups):
         for index in range(parquet.num_columns):
             column = parquet.row_group(group).column(index)
-            packed = column.num_values * widths.get(column.physical_type, 0)
-            total += max(packed, column.total_uncompressed_size)
+            value_bytes = column.num_values * widths.get(column.physical_type, 0)
+            total += max(value_bytes, column.total_uncompressed_size)
     return total
 
 
 def check_gaps(column: Any, name: str, field: str) -> None:
     """Raises `ConfigError` for a column of Arrow that has gaps."""
     if column.null_count:
-        lacks = f"this one lacks {column.null_count} values (leave out these rows)"
-        raise ConfigError(field, name, f"a column without gaps; {lacks}")
+        reason = f"this one lacks {column.null_count} values (leave out these rows)"
+        raise ConfigError(field, name, f"a column without gaps; {reason}")
 
 
-def plain(column: Any, name: str, field: str) -> np.ndarray:
+def column_array(column: Any, name: str, field: str) -> np.ndarray:
     """[rows] without gaps, of numbers or strings."""
-    single = "one number or name to a row"
+    requirement = "one number or name to a row"
     if not isinstance(column, np.ndarray):
         check_gaps(column, name, field)
         if pa.types.is_nested(column.type):
-            raise ConfigError(field, name, f"{single}, not {column.type}")
-        listed = pa.types.is_dictionary(column.type)
+            raise ConfigError(field, name, f"{requirement}, not {column.type}")
+        is_dictionary = pa.types.is_dictionary(column.type)
         try:
-            column = np.asarray(column.to_pylist()) if listed else column.to_numpy()
+            column = np.asarray(column.to_pylist()) if is_dictionary else column.to_numpy()
         except (pa.ArrowException, NotImplementedError, ValueError) as error:
-            raise ConfigError(field, name, f"{single}, not {column.type} ({error})") from None
+            raise ConfigError(field, name, f"{requirement}, not {column.type} ({error})") from None
     if column.ndim != 1:
-        raise ConfigError(field, name, f"{single}; this array has shape {column.shape}")
+        raise ConfigError(field, name, f"{requirement}; this array has shape {column.shape}")
     return column
 
 
@@ -211,7 +211,7 @@ def labels(columns: Sequence[Any], names: Sequence[str], field: str) -> np.ndarr
     on the field.
     """
     if len(columns) > 1:
-        arrays = [plain(column, name, field) for column, name in zip(columns, names, strict=True)]
+        arrays = [column_array(*pair, field) for pair in zip(columns, names, strict=True)]
         for column, name in zip(arrays, names, strict=True):
             if column.dtype.kind not in "biuf":
                 raise ConfigError(field, name, "a column of numbers, where there are several")
@@ -222,7 +222,7 @@ def labels(columns: Sequence[Any], names: Sequence[str], field: str) -> np.ndarr
     if isinstance(column, np.ndarray) and column.ndim == 2:
         return column
     if isinstance(column, np.ndarray) or not is_list(column):
-        return plain(column, names[0], field)
+        return column_array(column, names[0], field)
     check_gaps(column, names[0], field)
     rows = column.to_pylist()
     if any(value is None or isinstance(value, (list, dict)) for row in rows for value in row):
@@ -251,18 +251,18 @@ def is_list(column: Any) -> bool:
 
 
 def clients_table(
-    field: str, path: str, root: Path | None, **wanted: str | None
+    field: str, path: str, root: Path | None, **column_names: str | None
 ) -> dict[str, np.ndarray]:
     """Columns of a CSV, Parquet, Arrow or NPZ file that says something of every client: by the key
     of the section `field` that names it, where one does (`column="epsilon"`). `path`: absolute, or
     relative to the data root or the working folder. Raises `ConfigError` naming the field.
     """
     columns = read_columns(f"{field}.path", path, root)
-    named = {key: name for key, name in wanted.items() if name is not None}
-    for key, name in named.items():
+    names = {key: name for key, name in column_names.items() if name is not None}
+    for key, name in names.items():
         if name not in columns:
-            raise missing(f"{field}.{key}", name, columns)
-    return {key: plain(columns[name], name, f"{field}.{key}") for key, name in named.items()}
+            raise column_error(f"{field}.{key}", name, columns)
+    return {key: column_array(columns[name], name, f"{field}.{key}") for key, name in names.items()}
 
 
 def numbers(field: str, name: str, column: np.ndarray) -> np.ndarray:

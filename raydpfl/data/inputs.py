@@ -15,33 +15,34 @@ from raydpfl.errors import ConfigError
 from raydpfl.storage.files import check_memory
 
 PIXELS = 1 << 26  # of an image at most
-SMALL_ENOUGH = f"images of at most {PIXELS:,} pixels"
+SIZE_LIMIT = f"images of at most {PIXELS:,} pixels"
 WORK = 1 << 31  # pixels times scans of an image at most: some ten seconds
 # bytes of images that are suspect where they are so many times what was encoded
 BOMB = 1 << 31
 RATIO = 200
 # no others: some would run other programs
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-DEEP = ("I", "F")  # modes of more than 8 bits, of which conversion would leave white alone
+# modes of more than 8 bits, of which conversion would leave white alone
+HIGH_DEPTH_MODES = ("I", "F")
 EIGHT_BITS = "images of 8 bits a channel (scale others, or give them as numbers)"
-ACCEPTED = "numbers, lists of numbers, or encoded images"
+INPUTS = "numbers, lists of numbers, or encoded images"
 TOKENS = 1 << 20  # whole numbers that are taken for tokens of themselves are below it
 DType = Literal["auto", "float32", "int64"]
 
 
-def typed(
-    x: np.ndarray, test_x: np.ndarray, names: tuple[str, ...], dtype: DType, listed: bool
+def cast_inputs(
+    x: np.ndarray, test_x: np.ndarray, names: tuple[str, ...], dtype: DType, is_list: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Inputs [rows, *shape] in the type that they are trained on in: images stay uint8, all else is
-    float32 or int64. With dtype auto, whole numbers from 0 in lists or arrays (`listed`) stay such,
-    for an embedding. Raises `ConfigError` on `data.dtype`.
+    float32 or int64. With dtype auto, whole numbers from 0 in lists or arrays (`is_list`) stay
+    such, for an embedding. Raises `ConfigError` on `data.dtype`.
     """
     arrays = (x, test_x)
     if all(array.dtype == np.uint8 and array.ndim > 3 for array in arrays):
         if dtype != "auto":
             raise ConfigError("data.dtype", dtype, "auto for images, which are scaled when read")
         return arrays
-    tokens = dtype == "int64" or (dtype == "auto" and listed and all(map(_tokens, arrays)))
+    tokens = dtype == "int64" or (dtype == "auto" and is_list and all(map(_has_token_ids, arrays)))
     if not tokens:
         with np.errstate(over="ignore"):  # it is refused as not finite
             return x.astype(np.float32), test_x.astype(np.float32)
@@ -53,22 +54,22 @@ def typed(
     return x.astype(np.int64), test_x.astype(np.int64)
 
 
-def _tokens(x: np.ndarray) -> bool:
+def _has_token_ids(x: np.ndarray) -> bool:
     """Whether these are whole numbers that an embedding could take."""
     return x.dtype.kind in "iu" and (not x.size or bool(0 <= x.min() <= x.max() < TOKENS))
 
 
-def inputs(column: Any, name: str, called: Sequence[str] = ()) -> np.ndarray:
-    """[rows], or [rows, *shape]: uint8 (images), integers or floats as they are. `called`: the
+def inputs(column: Any, name: str, row_names: Sequence[str] = ()) -> np.ndarray:
+    """[rows], or [rows, *shape]: uint8 (images), integers or floats as they are. `row_names`: the
     names of rows, for messages. Raises `ConfigError` on the field `data.x`.
     """
     try:
-        return _samples(column, name, called)
+        return _samples(column, name, row_names)
     except (pa.ArrowException, NotImplementedError) as error:
-        raise ConfigError("data.x", name, f"{ACCEPTED}, not {column.type} ({error})") from None
+        raise ConfigError("data.x", name, f"{INPUTS}, not {column.type} ({error})") from None
 
 
-def _samples(column: Any, name: str, called: Sequence[str]) -> np.ndarray:
+def _samples(column: Any, name: str, row_names: Sequence[str]) -> np.ndarray:
     if isinstance(column, np.ndarray):
         return _array(column, name, column.dtype)
     kind = column.type
@@ -79,7 +80,7 @@ def _samples(column: Any, name: str, called: Sequence[str]) -> np.ndarray:
     if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         column = column.field("bytes")
     if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
-        return _decoded(column, name, called)
+        return _decode(column, name, row_names)
     shape = [len(column)]
     while pa.types.is_nested(column.type) and not pa.types.is_struct(column.type):
         shape.append(_length(column, name))
@@ -103,7 +104,7 @@ def _length(column: pa.Array, name: str) -> int:
 def _array(values: np.ndarray, name: str, kind: object) -> np.ndarray:
     """Numbers as they are, images with channels first. `kind`: what the file calls them."""
     if values.dtype.kind not in "biuf":
-        raise ConfigError("data.x", name, f"{ACCEPTED}, not {kind} (encode it as numbers)")
+        raise ConfigError("data.x", name, f"{INPUTS}, not {kind} (encode it as numbers)")
     if not values.ndim or not all(values.shape[1:]):
         raise ConfigError(
             "data.x", name, f"at least one number to a row; this array has shape {values.shape}"
@@ -112,38 +113,38 @@ def _array(values: np.ndarray, name: str, kind: object) -> np.ndarray:
         return values
     if values.ndim == 3:
         return values[:, None]
-    last = values.ndim == 4 and values.shape[1] not in (1, 3) and values.shape[3] in (1, 3)
-    return np.ascontiguousarray(values.transpose(0, 3, 1, 2)) if last else values
+    channels_last = values.ndim == 4 and values.shape[1] not in (1, 3) and values.shape[3] in (1, 3)
+    return np.ascontiguousarray(values.transpose(0, 3, 1, 2)) if channels_last else values
 
 
-def _decoded(column: pa.Array | pa.ChunkedArray, name: str, called: Sequence[str]) -> np.ndarray:
+def _decode(column: pa.Array | pa.ChunkedArray, name: str, row_names: Sequence[str]) -> np.ndarray:
     """Uint8 [rows, channels, height, width], grey or RGB; sizes are checked before decoding."""
     from PIL import Image
 
-    def refused(expected: str) -> ConfigError:
+    def image_error(expected: str) -> ConfigError:
         return ConfigError("data.x", name, expected)
 
-    names = called or [f"row {row}" for row in range(len(column))]
+    names = row_names or [f"row {row}" for row in range(len(column))]
     images = np.zeros((0, 1, 1, 1), np.uint8)
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        for row, (which, data) in enumerate(zip(names, column, strict=True)):
-            encoded = data.as_py() or b""
+        for row, (row_name, data) in enumerate(zip(names, column, strict=True)):
+            image_bytes = data.as_py() or b""
             try:
-                with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
-                    if image.mode.startswith(DEEP):
-                        raise refused(f"{EIGHT_BITS}; {which} has more ({image.mode})")
+                with Image.open(io.BytesIO(image_bytes), formats=FORMATS) as image:
+                    if image.mode.startswith(HIGH_DEPTH_MODES):
+                        raise image_error(f"{EIGHT_BITS}; {row_name} has more ({image.mode})")
                     shape = (1 if image.mode == "L" else 3, image.height, image.width)
-                    flaw = _flaw(encoded, image.height * image.width)
+                    flaw = _flaw(image_bytes, image.height * image.width)
                     if flaw:
-                        raise refused(flaw.format(which))
+                        raise image_error(flaw.format(row_name))
                     if row == 0:
                         _check_size(column, len(column) * math.prod(shape), name)
                         images = np.empty((len(column), *shape), np.uint8)
                     if shape != images.shape[1:]:
-                        others = f"{which} is {shape}, {names[0]} is {images.shape[1:]}"
+                        difference = f"{row_name} is {shape}, {names[0]} is {images.shape[1:]}"
                         remedy = "data.size and data.channels convert those of an image_folder"
-                        raise refused(f"images of one size and mode ({remedy}); {others}")
+                        raise image_error(f"images of one size and mode ({remedy}); {difference}")
                     colours = np.asarray(image.convert("L" if shape[0] == 1 else "RGB"))
             except ConfigError:
                 raise
@@ -152,24 +153,25 @@ def _decoded(column: pa.Array | pa.ChunkedArray, name: str, called: Sequence[str
                 Image.DecompressionBombWarning,
                 Image.DecompressionBombError,
             ) as error:
-                more = f"{SMALL_ENOUGH}; {which} has more"
-                held = isinstance(error, MemoryError)
-                raise refused(f"images that memory holds: {error}" if held else more) from None
+                size_limit = f"{SIZE_LIMIT}; {row_name} has more"
+                is_memory = isinstance(error, MemoryError)
+                expected = f"images that memory holds: {error}" if is_memory else size_limit
+                raise image_error(expected) from None
             except Exception as error:  # whatever a broken image makes its decoder raise
                 formats = f"{', '.join(FORMATS)} ({type(error).__name__})"
-                raise refused(f"encoded images; {which} is not of {formats}") from None
+                raise image_error(f"encoded images; {row_name} is not of {formats}") from None
             images[row] = np.atleast_3d(colours).transpose(2, 0, 1)
     return images
 
 
-def _flaw(encoded: bytes, pixels: int) -> str:
+def _flaw(image_bytes: bytes, pixels: int) -> str:
     """What is expected of an image, `{}`, that is too large or slow to decode; else empty."""
     if pixels > PIXELS:
-        return f"{SMALL_ENOUGH}; {{}} has {pixels:,}"
+        return f"{SIZE_LIMIT}; {{}} has {pixels:,}"
     # a progressive JPEG goes over its pixels again in every scan
-    scans = encoded.count(b"\xff\xda") if encoded.startswith(b"\xff\xd8") else 1
-    many = f"images that are soon decoded; {{}} has {pixels:,} pixels in {scans:,} scans"
-    return many if pixels * scans > WORK else ""
+    scans = image_bytes.count(b"\xff\xda") if image_bytes.startswith(b"\xff\xd8") else 1
+    expected = f"images that are soon decoded; {{}} has {pixels:,} pixels in {scans:,} scans"
+    return expected if pixels * scans > WORK else ""
 
 
 def _check_size(column: pa.Array | pa.ChunkedArray, size: int, name: str) -> None:

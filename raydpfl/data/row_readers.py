@@ -25,12 +25,13 @@ from raydpfl.models.tasks import Form
 # Of memory, as torch aligns its own: products may round by it, and a training backend need not copy
 # what is aligned.
 ALIGNMENT = 64
-FULL = 0.75  # share of a chunk's rows that are no padding, from which on padding is gathered too
+# share of a chunk's rows that are no padding, from which on padding is gathered too
+MIN_FILL = 0.75
 
 Rows = tuple[np.ndarray, np.ndarray]
 
 
-def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+def aligned_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """An array of any values, which begins at a multiple of `ALIGNMENT`."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
@@ -41,10 +42,10 @@ def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 class RowReader:
     """Reads training rows of clients."""
 
-    def rows(self, client: int, picked: np.ndarray | None) -> Rows:
+    def rows(self, client: int, row_indices: np.ndarray | None) -> Rows:
         """x [n, *shape] and y [n, *targets] of a client as stored, not to be written to; of the
-        rows `picked`, int64, ascending, or all. Raises OSError, and `ConfigError` for generated
-        rows.
+        rows `row_indices`, int64, ascending, or all. Raises OSError, and `ConfigError` for
+        generated rows.
         """
         raise NotImplementedError
 
@@ -68,12 +69,13 @@ class ClientTable:
     def __init__(self, folder: Path):
         self._clients = ArrowFile(folder / "clients.arrow")
         ((self.first, self.sizes),) = self._clients.batches
-        shared = folder / "rows.arrow"
-        self.index = ArrowFile(shared) if shared.exists() else None  # where clients share samples
+        path = folder / "rows.arrow"
+        self.index = ArrowFile(path) if path.exists() else None  # where clients share samples
 
-    def rows(self, client: int, picked: np.ndarray | None) -> np.ndarray:
+    def rows(self, client: int, row_indices: np.ndarray | None) -> np.ndarray:
         """The rows of the file that these rows of a client are, int64."""
-        rows = self.first[client] + (np.arange(self.sizes[client]) if picked is None else picked)
+        places = np.arange(self.sizes[client]) if row_indices is None else row_indices
+        rows = self.first[client] + places
         if self.index is None:
             return rows
         ((index,),) = self.index.batches
@@ -93,21 +95,21 @@ class MappedRows(RowReader):
         self._file = file
         self._clients = clients
 
-    def rows(self, client: int, picked: np.ndarray | None) -> Rows:
-        if picked is None and self._clients.index is None:
-            first = self._clients.first[client]
-            stretch = slice(first, first + self._clients.sizes[client])
+    def rows(self, client: int, row_indices: np.ndarray | None) -> Rows:
+        if row_indices is None and self._clients.index is None:
+            start = self._clients.first[client]
+            stretch = slice(start, start + self._clients.sizes[client])
             return self._x[stretch], self._y[stretch]
-        places = self._clients.rows(client, picked)
+        places = self._clients.rows(client, row_indices)
         return self._x[places], self._y[places]
 
     def read(self, clients: np.ndarray, counts: np.ndarray, width: int) -> Rows | None:
-        if self._clients.index is not None or counts.sum() < FULL * len(counts) * width:
+        if self._clients.index is not None or counts.sum() < MIN_FILL * len(counts) * width:
             return None
         rows = self._clients.first[clients][:, None] + np.arange(width)
         x, y = (
-            column.take(rows, 0, aligned((*rows.shape, *column.shape[1:]), column.dtype), "clip")
-            for column in (self._x, self._y)
+            part.take(rows, 0, aligned_array((*rows.shape, *part.shape[1:]), part.dtype), "clip")
+            for part in (self._x, self._y)
         )
         return x, y
 
@@ -137,11 +139,11 @@ class FileRows(RowReader):
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
-    def rows(self, client: int, picked: np.ndarray | None) -> Rows:
-        runs = self._runs(client, picked)
+    def rows(self, client: int, row_indices: np.ndarray | None) -> Rows:
+        runs = self._runs(client, row_indices)
         x, y = (
             np.frombuffer(
-                b"".join([self._read(*self._stretch(column, *run)) for run in runs]), dtype
+                b"".join([self._read(*self._byte_range(column, *run)) for run in runs]), dtype
             ).reshape(-1, *shape)
             for column, (dtype, shape, _) in enumerate(self._columns)
         )
@@ -151,57 +153,58 @@ class FileRows(RowReader):
         if self._clients.index is not None or native.library() is None:
             return None
         slots = np.flatnonzero(counts)
-        first = self._clients.first[clients[slots]]
-        batch = np.searchsorted(self._starts, first, side="right") - 1
-        first = first - np.array(self._starts)[batch]
+        first_rows = self._clients.first[clients[slots]]
+        batch = np.searchsorted(self._starts, first_rows, side="right") - 1
+        first_rows = first_rows - np.array(self._starts)[batch]
         columns = []
         for column, (dtype, shape, size) in enumerate(self._columns):
-            into = aligned((len(clients), width, *shape), dtype)
-            at = np.array(self._offsets)[batch, column] + first * size
+            buffer = aligned_array((len(clients), width, *shape), dtype)
+            offsets = np.array(self._offsets)[batch, column] + first_rows * size
             try:
-                memory = into.reshape(-1).view(np.uint8)
+                memory = buffer.reshape(-1).view(np.uint8)
                 places = slots * (width * size)
-                native.read(self._descriptor, at, counts[slots] * size, memory, places)
+                native.read(self._descriptor, offsets, counts[slots] * size, memory, places)
             except EOFError:
                 raise OSError(f"{self._path} is cut short") from None
-            columns.append(into)
+            columns.append(buffer)
         return columns[0], columns[1]
 
-    def _runs(self, client: int, picked: np.ndarray | None) -> list[tuple[int, int]]:
+    def _runs(self, client: int, row_indices: np.ndarray | None) -> list[tuple[int, int]]:
         """The first row and the length of each run of rows that are consecutive in the file."""
-        if picked is None and self._clients.index is None:
+        if row_indices is None and self._clients.index is None:
             return [(int(self._clients.first[client]), int(self._clients.sizes[client]))]
-        rows = self._clients.rows(client, picked)
+        rows = self._clients.rows(client, row_indices)
         batches = np.searchsorted(self._starts, rows, side="right")
-        begins = np.flatnonzero(
+        run_starts = np.flatnonzero(
             (np.diff(rows, prepend=-2) != 1) | (np.diff(batches, prepend=0) != 0)
         )
-        counts = np.diff(begins, append=len(rows))
-        return list(zip(rows[begins].tolist(), counts.tolist(), strict=True))
+        counts = np.diff(run_starts, append=len(rows))
+        return list(zip(rows[run_starts].tolist(), counts.tolist(), strict=True))
 
-    def _stretch(self, column: int, first: int, count: int) -> tuple[int, int]:
+    def _byte_range(self, column: int, first_row: int, count: int) -> tuple[int, int]:
         """Where in the file x (0) or y (1) of some rows of a batch begins, and its bytes."""
-        batch = bisect_right(self._starts, first) - 1
+        batch = bisect_right(self._starts, first_row) - 1
         width = self._columns[column][2]
-        return self._offsets[batch][column] + (first - self._starts[batch]) * width, count * width
+        offset = self._offsets[batch][column] + (first_row - self._starts[batch]) * width
+        return offset, count * width
 
-    def _read(self, at: int, length: int) -> bytes:
+    def _read(self, offset: int, length: int) -> bytes:
         """Some bytes of the file. Raises OSError."""
-        read = os.pread(self._descriptor, length, at)
-        while len(read) < length:  # Linux reads 2 GiB at a time at most
-            more = os.pread(self._descriptor, length - len(read), at + len(read))
-            if not more:
+        content = os.pread(self._descriptor, length, offset)
+        while len(content) < length:  # Linux reads 2 GiB at a time at most
+            chunk = os.pread(self._descriptor, length - len(content), offset + len(content))
+            if not chunk:
                 raise OSError(f"{self._path} is cut short")
-            read += more
-        return read
+            content += chunk
+        return content
 
     def prefetch(self, clients: np.ndarray) -> None:
         if self._clients.index is not None or not hasattr(os, "posix_fadvise"):
             return
         for client in clients[self._clients.sizes[clients] > 0].tolist():
             for column in range(len(self._columns)):
-                at, length = self._stretch(column, *self._runs(client, None)[0])
-                os.posix_fadvise(self._descriptor, at, length, os.POSIX_FADV_WILLNEED)
+                offset, length = self._byte_range(column, *self._runs(client, None)[0])
+                os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
 
     def release(self) -> None:
         self._clients.release()
@@ -218,13 +221,13 @@ class GeneratedRows(RowReader):
         self._sizes = sizes
         self._form = form
 
-    def rows(self, client: int, picked: np.ndarray | None) -> Rows:
+    def rows(self, client: int, row_indices: np.ndarray | None) -> Rows:
         columns: tuple[list, list] = ([], [])
         for start, *part in self._parts(client):
             for column, values in zip(columns, part, strict=True):
-                if picked is not None:
-                    ends = np.searchsorted(picked, (start, start + len(part[1])))
-                    values = values[picked[slice(*ends)] - start]
+                if row_indices is not None:
+                    ends = np.searchsorted(row_indices, (start, start + len(part[1])))
+                    values = values[row_indices[slice(*ends)] - start]
                 column.append(values)
         x, y = map(np.concatenate, columns)
         return x, y

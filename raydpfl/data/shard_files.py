@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raydpfl.storage.arrow import numbers, packed
+from raydpfl.storage.arrow import numbers, pack_column
 
 # Bytes of x in a batch, unless a single client has more. A file of at most so many bytes has one
 # batch, and stays mapped (`raydpfl.data.row_readers.MappedRows`): all of Fashion-MNIST is 47 MB.
@@ -41,12 +41,12 @@ def write_batch(path: Path, batch: pa.RecordBatch) -> None:
 
 def rows_batch(x: np.ndarray, y: np.ndarray) -> pa.RecordBatch:
     """Rows x [n, *shape] and y [n, *targets] as two columns; a row of several numbers is a list."""
-    targets = _lists(y) if y.ndim > 1 else packed(y, TYPES[y.dtype.kind])
+    targets = _lists(y) if y.ndim > 1 else pack_column(y, TYPES[y.dtype.kind])
     return pa.RecordBatch.from_arrays([_lists(x), targets], names=["x", "y"])
 
 
 def _lists(rows: np.ndarray) -> pa.Array:
-    flat = packed(rows.reshape(-1), TYPES[rows.dtype.kind])
+    flat = pack_column(rows.reshape(-1), TYPES[rows.dtype.kind])
     return pa.FixedSizeListArray.from_arrays(flat, math.prod(rows.shape[1:]))
 
 

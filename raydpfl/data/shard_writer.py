@@ -35,12 +35,12 @@ import pyarrow as pa
 
 from raydpfl.config.registry import user_modules
 from raydpfl.data.shard_files import BATCH_BYTES, RowWriter, rows_batch, write_batch
-from raydpfl.data.source_checks import checked, source_errors
+from raydpfl.data.source_checks import add_checks, source_errors
 from raydpfl.data.sources import Data, Split
 from raydpfl.data.validation_split import HeldOutRows, held_out, per_client
 from raydpfl.errors import ConfigError
-from raydpfl.storage.arrow import packed
-from raydpfl.storage.cache import put, whole
+from raydpfl.storage.arrow import pack_column
+from raydpfl.storage.cache import is_intact, put
 from raydpfl.storage.files import STILL, cache_root
 
 FORMAT = 4
@@ -76,14 +76,14 @@ def prepare(
         identity = _identity(data, seed, root, validation)
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
     folder = (cache or cache_root()) / "data" / name
-    if whole(folder):
+    if is_intact(folder):
         return folder
-    split, held = _split(data, seed, root, validation)
+    split, holdout = _load_split(data, seed, root, validation)
     rows_bytes = int(split.sizes.sum()) * _row_bytes(split)
-    generated = rows_bytes > GENERATED_BYTES and held is None and data.maker(seed) is not None
+    is_generated = rows_bytes > GENERATED_BYTES and holdout is None and data.maker(seed) is not None
 
     def fill(scratch: Path) -> None:
-        _write(split, held, identity["data"], seed if generated else None, scratch)
+        _write(split, holdout, identity["data"], seed if is_generated else None, scratch)
         if _identity(data, seed, root, validation) != identity:
             raise ConfigError("data.kind", data.kind, STILL)
 
@@ -103,20 +103,20 @@ def _identity(data: Data, seed: int, root: Path | None, validation: Validation) 
     return facts | ({"validation": validation, "held": "by client"} if validation else {})
 
 
-def _split(
+def _load_split(
     data: Data, seed: int, root: Path | None, validation: Validation
 ) -> tuple[Split, HeldOutRows | None]:
     """The samples, with features that are learnt without the rows held out; and these rows."""
     with source_errors(data):
-        split = checked(data, data.split(seed, root))
+        split = add_checks(data, data.split(seed, root))
         if not validation:
             return split, None
-        held = held_out(split, validation, seed, data.overlaps())
+        holdout = held_out(split, validation, seed, data.overlaps())
         if split.without is not None and split.samples is not None:
-            out, _ = held.rows(0, len(split.sizes))
+            mask, _ = holdout.rows(0, len(split.sizes))
             samples = split.samples(0, len(split.sizes))
-            split = checked(data, split.without(np.setdiff1d(samples[out], samples[~out])))
-    return split, held
+            split = add_checks(data, split.without(np.setdiff1d(samples[mask], samples[~mask])))
+    return split, holdout
 
 
 def _row_bytes(split: Split) -> int:
@@ -128,95 +128,97 @@ def _row_bytes(split: Split) -> int:
 class _Counts:
     """What is counted while rows are written.
 
-    `classes`, `commonest`: int64 [clients], the classes of each client, and the rows of its
+    `classes`, `commonest_rows`: int64 [clients], the classes of each client, and the rows of its
     commonest; `class_rows`: int64 [classes], the training rows of each class, none where rows have
-    not one class each; `validation`: int64 [clients], validation rows; `distinct`: training
+    not one class each; `validation`: int64 [clients], validation rows; `distinct_samples`: training
     samples, where clients share them; else 0.
     """
 
     def __init__(self, clients: int, classes: int):
-        self.classes, self.commonest, self.validation = np.zeros((3, clients), np.int64)
+        self.classes, self.commonest_rows, self.validation = np.zeros((3, clients), np.int64)
         self.class_rows = np.zeros(classes, np.int64)
-        self.distinct = 0
+        self.distinct_samples = 0
 
-    def add(self, sizes: np.ndarray, first: int, y: np.ndarray) -> None:
-        """Counts the labels of clients from `first` on, of `sizes` rows each."""
+    def add(self, sizes: np.ndarray, start: int, y: np.ndarray) -> None:
+        """Counts the labels of clients from `start` on, of `sizes` rows each."""
         number = len(self.class_rows)
         if not number:
             return
         owner = np.repeat(np.arange(len(sizes)), sizes)
         pairs, counts = np.unique(owner * number + y, return_counts=True)
         client = pairs // number
-        self.classes[first : first + len(sizes)] = np.bincount(client, minlength=len(sizes))
-        np.maximum.at(self.commonest, first + client, counts)
+        self.classes[start : start + len(sizes)] = np.bincount(client, minlength=len(sizes))
+        np.maximum.at(self.commonest_rows, start + client, counts)
         np.add.at(self.class_rows, pairs % number, counts)
 
 
 def _write(
-    split: Split, held: HeldOutRows | None, config: dict, generated: int | None, folder: Path
+    split: Split, holdout: HeldOutRows | None, config: dict, row_seed: int | None, folder: Path
 ) -> None:
-    """Writes all files but `digests.json`. `generated`: the seed of rows that are not written."""
-    sizes = held.sizes if held else split.sizes
+    """Writes all files but `digests.json`. `row_seed`: of rows that are not written."""
+    sizes = holdout.sizes if holdout else split.sizes
     counts = _Counts(len(sizes), 0 if split.targets else split.classes)
-    if generated is None:
-        write = _write_shared if split.at and split.samples else _write_rows
-        write(split, held, counts, folder)
-    if held is not None and held.clients is not None:
-        left = ~held.clients
-        counts.validation = counts.validation[held.clients]
-        sizes, counts.classes, counts.commonest = (
-            column[left] for column in (sizes, counts.classes, counts.commonest)
+    if row_seed is None:
+        write = _write_shared_samples if split.at and split.samples else _write_rows
+        write(split, holdout, counts, folder)
+    if holdout is not None and holdout.clients is not None:
+        client_mask = ~holdout.clients
+        counts.validation = counts.validation[holdout.clients]
+        sizes, counts.classes, counts.commonest_rows = (
+            column[client_mask] for column in (sizes, counts.classes, counts.commonest_rows)
         )
     test = rows_batch(*split.test())
     write_batch(folder / "test.arrow", test)
     columns = {"first": np.cumsum(sizes) - sizes, "size": sizes}
-    clients = {name: packed(column, pa.int64()) for name, column in columns.items()}
+    clients = {name: pack_column(column, pa.int64()) for name, column in columns.items()}
     write_batch(folder / "clients.arrow", pa.record_batch(clients))
-    if held:
+    if holdout:
         write_batch(folder / "held.arrow", pa.record_batch({"rows": counts.validation}))
-    unseen = np.flatnonzero(counts.class_rows == 0) if generated is None else np.zeros(0)
+    unseen = np.flatnonzero(counts.class_rows == 0) if row_seed is None else np.zeros(0)
     optional = {"tokens": split.tokens, "targets": list(split.targets), "names": list(split.names)}
-    about = {
+    metadata = {
         "shape": list(split.shape),
         "classes": split.classes,
         "unseen": unseen.tolist(),
         "mean": list(split.mean),
         "std": list(split.std),
         "config": config,
-        "description": _description(split, sizes, counts, test.num_rows, generated is None),
+        "description": _description(split, sizes, counts, test.num_rows, row_seed is None),
         **{name: value for name, value in optional.items() if value},
-        **({} if generated is None else {"made": generated}),
+        **({} if row_seed is None else {"made": row_seed}),
     }
-    (folder / "data.json").write_text(json.dumps(about, indent=1))
+    (folder / "data.json").write_text(json.dumps(metadata, indent=1))
 
 
-def _write_rows(split: Split, held: HeldOutRows | None, counts: _Counts, folder: Path) -> None:
+def _write_rows(split: Split, holdout: HeldOutRows | None, counts: _Counts, folder: Path) -> None:
     """Writes training and validation rows, some clients at a time."""
     ends = np.cumsum(split.sizes)
-    sizes = held.sizes if held else split.sizes
-    most = BATCH_BYTES // _row_bytes(split)
+    sizes = holdout.sizes if holdout else split.sizes
+    max_rows = BATCH_BYTES // _row_bytes(split)
     with ExitStack() as stack:
         train, validation = (
             RowWriter(folder / f"{name}.arrow", stack) for name in ("train", "validation")
         )
-        first = 0
-        while first < len(ends):
-            start = ends[first] - split.sizes[first]
-            last = max(first + 1, int(np.searchsorted(ends, start + most, side="right")))
-            x, y = split.rows(first, last)
-            if held:
-                out, scored = held.rows(first, last)
-                if scored.any():
-                    validation.write(x[scored], y[scored])
-                    rows = per_client(scored, split.sizes[first:last])
-                    counts.validation[first:last] = rows
-                x, y = x[~out], y[~out]
+        client = 0
+        while client < len(ends):
+            start = ends[client] - split.sizes[client]
+            stop = max(client + 1, int(np.searchsorted(ends, start + max_rows, side="right")))
+            x, y = split.rows(client, stop)
+            if holdout:
+                held_out_mask, scored_mask = holdout.rows(client, stop)
+                if scored_mask.any():
+                    validation.write(x[scored_mask], y[scored_mask])
+                    rows = per_client(scored_mask, split.sizes[client:stop])
+                    counts.validation[client:stop] = rows
+                x, y = x[~held_out_mask], y[~held_out_mask]
             train.write(x, y)
-            counts.add(sizes[first:last], first, y)
-            first = last
+            counts.add(sizes[client:stop], client, y)
+            client = stop
 
 
-def _write_shared(split: Split, held: HeldOutRows | None, counts: _Counts, folder: Path) -> None:
+def _write_shared_samples(
+    split: Split, holdout: HeldOutRows | None, counts: _Counts, folder: Path
+) -> None:
     """Writes each training sample once, the sample of each row, and the validation rows."""
     assert split.at is not None and split.samples is not None
     samples = split.samples(0, len(split.sizes))
@@ -226,26 +228,26 @@ def _write_shared(split: Split, held: HeldOutRows | None, counts: _Counts, folde
         train, validation = (
             RowWriter(folder / f"{name}.arrow", stack) for name in ("train", "validation")
         )
-        if held:
-            out, scored = held.rows(0, len(split.sizes))
-            counts.validation = per_client(scored, split.sizes)
-            for start in range(0, int(scored.sum()), step):
-                validation.write(*split.at(samples[scored][start : start + step]))
-            samples = samples[~out]
-        distinct, index = np.unique(samples, return_inverse=True)
-        for start in range(0, len(distinct), step):
-            x, y = split.at(distinct[start : start + step])
+        if holdout:
+            held_out_mask, scored_mask = holdout.rows(0, len(split.sizes))
+            counts.validation = per_client(scored_mask, split.sizes)
+            for start in range(0, int(scored_mask.sum()), step):
+                validation.write(*split.at(samples[scored_mask][start : start + step]))
+            samples = samples[~held_out_mask]
+        distinct_samples, index = np.unique(samples, return_inverse=True)
+        for start in range(0, len(distinct_samples), step):
+            x, y = split.at(distinct_samples[start : start + step])
             train.write(x, y)
             targets.append(y)
     write_batch(folder / "rows.arrow", pa.record_batch({"row": index.astype(np.int32)}))
-    counts.add(held.sizes if held else split.sizes, 0, np.concatenate(targets)[index])
-    counts.distinct = len(distinct)
+    counts.add(holdout.sizes if holdout else split.sizes, 0, np.concatenate(targets)[index])
+    counts.distinct_samples = len(distinct_samples)
 
 
 def _description(
-    split: Split, sizes: np.ndarray, counts: _Counts, test: int, counted: bool
+    split: Split, sizes: np.ndarray, counts: _Counts, test: int, has_counts: bool
 ) -> dict[str, Any]:
-    """See `Shards.describe`. `counted`: whether the rows were counted."""
+    """See `Shards.describe`. `has_counts`: whether the rows were counted."""
     description = {
         "clients": len(sizes),
         "samples": int(sizes.sum()),
@@ -255,13 +257,13 @@ def _description(
     }
     if split.names:
         description["class_names" if split.classes else "target_names"] = list(split.names)
-    if counts.distinct:
-        description["distinct_samples"] = counts.distinct
+    if counts.distinct_samples:
+        description["distinct_samples"] = counts.distinct_samples
     if counts.validation.any():
         description["validation_samples"] = int(counts.validation.sum())
-    if len(counts.class_rows) and counted:
-        full = sizes > 0
-        share = (counts.commonest[full] / sizes[full]).round(4)
+    if len(counts.class_rows) and has_counts:
+        client_mask = sizes > 0
+        share = (counts.commonest_rows[client_mask] / sizes[client_mask]).round(4)
         description["classes_per_client"] = _spread(counts.classes)
         description["commonest_class_per_client"] = _spread(share)
     if split.optimum is not None:

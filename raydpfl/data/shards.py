@@ -31,13 +31,13 @@ from raydpfl.data.row_readers import (
     GeneratedRows,
     MappedRows,
     RowReader,
-    aligned,
+    aligned_array,
 )
 from raydpfl.data.shard_files import BATCH_BYTES, ArrowFile
 from raydpfl.data.sources import FAMILY, Data
 from raydpfl.models.tasks import Classification, Form, Target, Task
 
-CACHED = 160 << 10  # pixels that are scaled at once: with their float32 they fit the L2 cache
+SCALE_PIXELS = 160 << 10  # pixels that are scaled at once: with their float32 they fit the L2 cache
 
 
 class Shards:
@@ -45,27 +45,27 @@ class Shards:
 
     `sizes`: int64 [clients], their training rows, on the map; `shape`: of a sample; `classes` (0:
     numbers); `unseen`: those without a training sample; `target`: what y is; `tokens` (0: x is
-    float32). What `chunk` and `decoded` give is the caller's to write to: x is float32, or int64
+    float32). What `chunk` and `decode` give is the caller's to write to: x is float32, or int64
     tokens; y int64, or float32 numbers, with an axis more for several targets.
     """
 
-    def __init__(self, folder: Path, about: Mapping[str, Any]):
+    def __init__(self, folder: Path, metadata: Mapping[str, Any]):
         self.folder = folder
-        self.shape: tuple[int, ...] = tuple(about["shape"])
-        self.classes: int = about["classes"]
-        self.unseen = tuple(about["unseen"])
-        self.tokens: int = about.get("tokens", 0)
-        targets, names = (tuple(about.get(key, ())) for key in ("targets", "names"))
+        self.shape: tuple[int, ...] = tuple(metadata["shape"])
+        self.classes: int = metadata["classes"]
+        self.unseen = tuple(metadata["unseen"])
+        self.tokens: int = metadata.get("tokens", 0)
+        targets, names = (tuple(metadata.get(key, ())) for key in ("targets", "names"))
         self.target = Target(targets, self.classes, names)
-        self._description = about["description"]
+        self._description = metadata["description"]
         # uint8 v becomes (v / 255 - mean) / std per channel
-        per_channel = (-1, *[1] * (len(self.shape) - 1)) if len(about["mean"]) > 1 else ()
+        per_channel = (-1, *[1] * (len(self.shape) - 1)) if len(metadata["mean"]) > 1 else ()
         mean, std = (
-            np.array(about[key] or [default]).reshape(per_channel)
+            np.array(metadata[key] or [default]).reshape(per_channel)
             for key, default in (("mean", 0), ("std", 1))
         )
         self._scale = np.float32(1 / (255 * std))
-        self._shift = np.float32(-mean / std) if about["mean"] else None
+        self._shift = np.float32(-mean / std) if metadata["mean"] else None
         table = ClientTable(folder)
         self.sizes = table.sizes
         self._sets = {
@@ -75,13 +75,13 @@ class Shards:
         }
         ((_, test_y),) = self._sets["test"].batches
         self._dtypes = (np.dtype(np.int64 if self.tokens else np.float32), test_y.dtype)
-        self.reader = self._reader(about, table)
+        self.reader = self._reader(metadata, table)
         self.release()  # opening touched pages all over the files
 
-    def _reader(self, about: Mapping[str, Any], table: ClientTable) -> RowReader:
-        if "made" in about:
-            source = choose("data", about["config"], FAMILY, Data)
-            return GeneratedRows(source, about["made"], self.sizes, self.form(source.task))
+    def _reader(self, metadata: Mapping[str, Any], table: ClientTable) -> RowReader:
+        if "made" in metadata:
+            source = choose("data", metadata["config"], FAMILY, Data)
+            return GeneratedRows(source, metadata["made"], self.sizes, self.form(source.task))
         form = self.form(Classification())
         file = ArrowFile(self.folder / "train.arrow")
         if file.bytes <= BATCH_BYTES and len(file.batches) == 1:
@@ -120,36 +120,36 @@ class Shards:
         ((rows,),) = ArrowFile(self.folder / "held.arrow").batches
         return np.array(rows)
 
-    def client_batch(self, clients: range, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rows that some consecutive clients are scored by, for training; `first`: the place of
-        their first row among those of all clients.
+    def client_batch(self, clients: range, first_row: int) -> tuple[np.ndarray, np.ndarray]:
+        """The rows that some consecutive clients are scored by, for training; `first_row`: the
+        place of their first row among those of all clients.
         """
         rows = self.client_rows[clients.start : clients.stop]
         if "validation" not in self._sets:
             x, y, n = self.chunk(clients, int(rows.max()))
-            there = np.arange(x.shape[1]) < n[:, None]
-            return x[there], y[there]
+            row_mask = np.arange(x.shape[1]) < n[:, None]
+            return x[row_mask], y[row_mask]
         parts = []
         start = 0
         for x, y in self._rows("validation"):
-            part = slice(max(first - start, 0), max(first + int(rows.sum()) - start, 0))
+            part = slice(max(first_row - start, 0), max(first_row + int(rows.sum()) - start, 0))
             parts.append((x[part], y[part]))
             start += len(y)
         x, y = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return self.decoded(x, y)
+        return self.decode(x, y)
 
     def chunk(
         self,
         clients: Sequence[int] | np.ndarray,
         rows: int,
-        picked: Sequence[np.ndarray | None] | None = None,
+        row_indices: Sequence[np.ndarray | None] | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The training rows of some clients, each padded with zeros to `rows`.
 
         Args:
             clients: int [C]; -1 is a dummy without rows.
             rows: that each client is padded to.
-            picked: the rows to take of each client, ascending; None for all of them.
+            row_indices: the rows to take of each client, ascending; None for all of them.
 
         Returns:
             x float32 [C, rows, *shape], y int64 [C, rows], numbers of rows taken, int64 [C].
@@ -159,43 +159,43 @@ class Shards:
         """
         members = np.asarray(clients, np.int64)
         counts = np.where(members < 0, 0, self.sizes[members])
-        for slot, some in enumerate(picked or ()):
-            if some is not None:
-                counts[slot] = len(some)
+        for slot, indices in enumerate(row_indices or ()):
+            if indices is not None:
+                counts[slot] = len(indices)
         if counts.max(initial=0) > rows:
             largest = f"client {members[counts.argmax()]} has {counts.max()} samples"
             raise ValueError(f"{largest}, more than the {rows} rows of the chunk")
-        in_part = picked is not None and any(some is not None for some in picked)
-        whole = None if in_part else self.reader.read(members, counts, rows)
+        has_subset = row_indices is not None and any(indices is not None for indices in row_indices)
+        chunk_rows = None if has_subset else self.reader.read(members, counts, rows)
         shape = (len(members), rows)
-        if whole is None:
-            x = aligned((*shape, *self.shape), self._dtypes[0])
-            y = aligned((*shape, *self.target.shape), self._dtypes[1])
+        if chunk_rows is None:
+            x = aligned_array((*shape, *self.shape), self._dtypes[0])
+            y = aligned_array((*shape, *self.target.shape), self._dtypes[1])
             for slot in np.flatnonzero(counts).tolist():
-                own = slice(counts[slot])
-                some = picked[slot] if picked else None
-                stored, y[slot, own] = self.reader.rows(int(members[slot]), some)
-                self._scaled(stored, x[slot, own])
+                row_slice = slice(counts[slot])
+                indices = row_indices[slot] if row_indices else None
+                stored_rows, y[slot, row_slice] = self.reader.rows(int(members[slot]), indices)
+                self._scale_rows(stored_rows, x[slot, row_slice])
         else:
-            x, y = whole
+            x, y = chunk_rows
             if x.dtype != self._dtypes[0]:
-                x = aligned(x.shape, self._dtypes[0])
-                self._scaled(whole[0], x)
+                x = aligned_array(x.shape, self._dtypes[0])
+                self._scale_rows(chunk_rows[0], x)
         for slot in np.flatnonzero(counts < rows).tolist():
             x[slot, counts[slot] :] = 0
             y[slot, counts[slot] :] = 0
         return x, y, counts
 
-    def _scaled(self, stored: np.ndarray, x: np.ndarray) -> None:
+    def _scale_rows(self, stored_rows: np.ndarray, x: np.ndarray) -> None:
         """Puts rows as they are stored into x: pixels scaled to float32, all else as it is."""
-        if stored.dtype != np.uint8:
-            x[...] = stored
+        if stored_rows.dtype != np.uint8:
+            x[...] = stored_rows
             return
-        step = max(1, CACHED // max(1, stored[:1].size))
+        step = max(1, SCALE_PIXELS // max(1, stored_rows[:1].size))
         for start in range(0, len(x), step):
             part = x[start : start + step]
             # not by the product, which would convert them again in small parts
-            part[...] = stored[start : start + step]
+            part[...] = stored_rows[start : start + step]
             part *= self._scale
             if self._shift is not None:
                 part += self._shift
@@ -204,22 +204,22 @@ class Shards:
         """Asks the system to load the rows of these clients, int64, -1 for a dummy, unless they
         have more than `rows`; returns at once.
         """
-        some = clients[clients >= 0]
-        self.reader.prefetch(some[self.sizes[some] <= rows])
+        members = clients[clients >= 0]
+        self.reader.prefetch(members[self.sizes[members] <= rows])
 
     def stored_batches(self, name: str, batch: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The `test` or `validation` rows as stored, `batch` at a time, for `decoded`."""
+        """The `test` or `validation` rows as stored, `batch` at a time, for `decode`."""
         return [
             (x[start : start + batch], y[start : start + batch])
             for x, y in self._rows(name)
             for start in range(0, len(y), batch)
         ]
 
-    def decoded(self, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def decode(self, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rows for training, x float32 [n, *shape] and y int64 [n], of rows as they are stored."""
-        scaled = aligned(x.shape, self._dtypes[0])
-        self._scaled(x, scaled)
-        return scaled, y.copy()
+        scaled_x = aligned_array(x.shape, self._dtypes[0])
+        self._scale_rows(x, scaled_x)
+        return scaled_x, y.copy()
 
     def release(self) -> None:
         """Gives the mapped pages of large files back."""

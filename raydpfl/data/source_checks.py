@@ -9,7 +9,7 @@ import numpy as np
 
 from raydpfl.config.registry import user_modules
 from raydpfl.data.sources import Data, Split
-from raydpfl.errors import RAISED, ConfigError, in_line
+from raydpfl.errors import USER_EXCEPTIONS, ConfigError, located_message
 from raydpfl.models.tasks import Form, Target
 
 
@@ -20,18 +20,18 @@ def source_errors(data: Data) -> Iterator[None]:
         yield
     except (ConfigError, MemoryError):
         raise
-    except RAISED as error:
+    except USER_EXCEPTIONS as error:
         if not user_modules(data):
             raise
-        expected = f"a source that gives its samples ({in_line(error)})"
+        expected = f"a source that gives its samples ({located_message(error)})"
         raise ConfigError("data.kind", data.kind, expected) from None
 
 
-def checked(data: Data, split: Split) -> Split:
+def add_checks(data: Data, split: Split) -> Split:
     """The split, whose functions raise `ConfigError` for errors and for rows of another form."""
     form = Form(split.shape, Target(split.targets, split.classes), data.task, split.tokens)
 
-    def checking(rows: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_rows(rows: Callable[..., Any]) -> Callable[..., Any]:
         def checked_rows(*arguments: Any) -> tuple[np.ndarray, np.ndarray]:
             with source_errors(data):
                 x, y = rows(*arguments)
@@ -42,9 +42,9 @@ def checked(data: Data, split: Split) -> Split:
 
     return replace(
         split,
-        rows=checking(split.rows),
-        test=checking(split.test),
-        at=split.at and checking(split.at),
+        rows=wrap_rows(split.rows),
+        test=wrap_rows(split.test),
+        at=split.at and wrap_rows(split.at),
         samples=split.samples and source_errors(data)(split.samples),
     )
 
@@ -62,10 +62,10 @@ def _flaws(form: Form, x: np.ndarray, y: np.ndarray) -> Iterator[str]:
         yield f"rows have a target each ({len(x)} rows, {len(y)} targets)"
     for name, values, shape in (("x", x, form.shape), ("y", y, target.shape)):
         if values.shape[1:] != tuple(shape):
-            gives = list(values.shape[1:])
-            yield f"{name} of a row is of shape {list(shape)}, as it says (it gives {gives})"
-    counted = y[y != form.task.ignored()] if target.shape and target.classes else y
-    for name, values, limit in (("targets", counted, target.classes), ("tokens", x, form.tokens)):
+            actual_shape = list(values.shape[1:])
+            yield f"{name} of a row is of shape {list(shape)}, as it says (it gives {actual_shape})"
+    labels = y[y != form.task.ignore_index()] if target.shape and target.classes else y
+    for name, values, limit in (("targets", labels, target.classes), ("tokens", x, form.tokens)):
         low, high = values.min(initial=0), values.max(initial=0)
         if limit and values.size and (values.dtype.kind not in "iu" or low < 0 or high >= limit):
             yield f"{name} are from 0 to {limit - 1} (it gives {values.dtype}, {low} to {high})"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from raydpfl.config.registry import choose
-from raydpfl.data.columns import KINDS, READERS, Columns, is_list, is_text, labels, missing
+from raydpfl.data.columns import KINDS, READERS, Columns, column_error, is_list, is_text, labels
 from raydpfl.data.inputs import inputs
 from raydpfl.data.sources import FAMILY, Data, Split
 from raydpfl.data.sources.image_folder import SUFFIXES
@@ -28,12 +28,12 @@ SPLITS = ("split", "set", "subset", "partition")
 # fields that say where a source is
 LOCATION = ("kind", "train", "test", "path", "client", "size", "channels")
 # the overrides that make the suggested config private for clients
-PRIVATE = "'bounding={kind: clip, bound: 1.0}' 'noise={kind: gaussian, epsilon: 8}'"
+PRIVATE_OVERRIDES = "'bounding={kind: clip, bound: 1.0}' 'noise={kind: gaussian, epsilon: 8}'"
 CLASSES = 100  # whole numbers of at most so many values are taken for classes
 CLIENTS = 10  # among whom rows are divided where no column names a client
 LEAK = 0.9999  # correlation with the target from which on a column is left out
 LR = 0.1
-SCALED = 1e3  # inputs up to this size need no smaller learning rate for a loss of classes
+MAX_INPUT = 1e3  # inputs up to this size need no smaller learning rate for a loss of classes
 
 
 class Suggestion:
@@ -41,28 +41,28 @@ class Suggestion:
 
     Args:
         files: the names of training rows, and of test rows if there are two; or of a folder.
-        given: fields of the `data` section that are not guessed.
+        overrides: fields of the `data` section that are not guessed.
         root: where data sets lie (None: RAYDPFL_DATA).
 
     Raises:
         ConfigError: for what cannot be trained on.
     """
 
-    def __init__(self, files: list[str], given: Mapping[str, Any], root: Path | None = None):
+    def __init__(self, files: list[str], overrides: Mapping[str, Any], root: Path | None = None):
         self.notes: list[str] = []
         self.warnings: list[str] = []
-        keys = {**_source(files, root), **given}
+        keys = {**_source(files, root), **overrides}
         location = {name: keys[name] for name in LOCATION if name in keys}
         table = _parse(location).table(root)
         if table is not None:
             fields = self._columns(table, keys)
-            keys = {**({} if "kind" in fields else location), **fields, **given}
-        named = (f"{name}: {keys[name]}" for name in LOCATION[:4] if name in keys)
-        self.notes.insert(0, f"data: {', '.join(named)}")
+            keys = {**({} if "kind" in fields else location), **fields, **overrides}
+        texts = (f"{name}: {keys[name]}" for name in LOCATION[:4] if name in keys)
+        self.notes.insert(0, f"data: {', '.join(texts)}")
         split = self._clients(keys, root)
         counts = _parse(keys).counted(root)
         self.notes += [f"{name}: {count:,}" for name, count in counts.items()]
-        self.notes.append(f"no noise; private for each client with {PRIVATE}")
+        self.notes.append(f"no noise; private for each client with {PRIVATE_OVERRIDES}")
         self.tree: dict[str, Any] = {
             "seed": 0,
             "rounds": 20,
@@ -78,28 +78,29 @@ class Suggestion:
         """Which columns are inputs, targets and clients, as fields."""
         _check_rows(table)
         self.notes += [f"column {name}: {_type(column)}" for name, column in table.items()]
-        used = {name for key in ("x", "y", "client", "split_by") for name in _list(keys.get(key))}
-        free = [name for name in table if name not in used]
-        plain = [name.lower().replace("_", "").replace(" ", "").removesuffix("id") for name in free]
-        client = keys.get("client") or _first(USERS, plain, free)
-        y = keys.get("y") or _first(TARGETS, [name.lower().strip() for name in free], free)
-        texts = [name for name in free if name != client and is_text(table[name])]
+        roles = [_list(keys.get(key)) for key in ("x", "y", "client", "split_by")]
+        names = [name for name in table if not any(name in role for role in roles)]
+        lower_names = [name.lower() for name in names]
+        stems = [name.replace("_", "").replace(" ", "").removesuffix("id") for name in lower_names]
+        client = keys.get("client") or _first_match(USERS, stems, names)
+        y = keys.get("y") or _first_match(TARGETS, [name.strip() for name in lower_names], names)
+        texts = [name for name in names if name != client and is_text(table[name])]
         if texts and client and not y and Path(keys.get("train", "")).suffix in READERS:
             self.notes.append(f"text: {texts[0]}, of {client}; the next character is learnt")
             return {"kind": "text", "path": keys["train"], "text": texts[0], "client": client}
-        split = keys.get("split_by") or _first(SPLITS, [name.lower() for name in free], free)
-        if split in free and not _says_parts(table[split]):
+        split = keys.get("split_by") or _first_match(SPLITS, lower_names, names)
+        if split in names and not _is_split_column(table[split]):
             split = None
-        free = [name for name in free if name not in (client, split)]
-        if not y and free:
-            y = free[-1]
+        names = [name for name in names if name not in (client, split)]
+        if not y and names:
+            y = names[-1]
             self.warnings.append(f"target: {y}, the last column (another: data.y=NAME)")
         targets = _list(y) or [""]
         for name in targets:
             if name not in table:
-                raise missing("data.y", name or None, table)
+                raise column_error("data.y", name or None, table)
         x = _list(keys.get("x")) or (texts[:1] if "tokenizer" in keys else [])
-        x = x or self._inputs(table, [name for name in free if name not in targets], targets)
+        x = x or self._inputs(table, [name for name in names if name not in targets], targets)
         fields = {"x": x if len(x) > 1 else x[0], "y": y, "client": client, "split_by": split}
         fields |= {"task": keys["task"]} if "task" in keys else _task(table, targets, x)
         self.notes.append(f"input: {fields['x']}; target: {y}; task: {fields['task']}")
@@ -115,17 +116,17 @@ class Suggestion:
         for name in names:
             if is_list(table[name]) or "binary" in _type(table[name]):
                 return [name]
-        left_out = {name: reason for name in names if (reason := _unfit(table[name], name))}
-        fit = [name for name in names if name not in left_out]
-        leaking = [name for name in fit if _leaks(table[name], table, targets)]
-        if len(leaking) < len(fit):
-            left_out |= dict.fromkeys(leaking, f"it says what the target {targets[0]} is")
-        said = [f"column {name} is left out: {reason}" for name, reason in left_out.items()]
-        self.warnings += said
-        if len(left_out) == len(names):
+        reasons = {name: reason for name in names if (reason := _flaw(table[name], name))}
+        fit_names = [name for name in names if name not in reasons]
+        leaking_names = [name for name in fit_names if _leaks(table[name], table, targets)]
+        if len(leaking_names) < len(fit_names):
+            reasons |= dict.fromkeys(leaking_names, f"it says what the target {targets[0]} is")
+        messages = [f"column {name} is left out: {reason}" for name, reason in reasons.items()]
+        self.warnings += messages
+        if len(reasons) == len(names):
             expected = f"columns of numbers, lists or images, which {table.name} has not"
-            raise ConfigError("data.x", None, "; ".join([expected, *said]))
-        return [name for name in names if name not in left_out]
+            raise ConfigError("data.x", None, "; ".join([expected, *messages]))
+        return [name for name in names if name not in reasons]
 
     def _clients(self, keys: dict[str, Any], root: Path | None) -> Split:
         """The samples of the clients, with notes; adds the partition to `keys`."""
@@ -137,10 +138,10 @@ class Suggestion:
             if natural or keys["clients"] == 2:
                 raise
             split = _parse({**keys, "clients": 2}).split(0, root)  # of so few rows
-        few = int((split.sizes < 2).sum())
-        if natural and few:
+        count = int((split.sizes < 2).sum())
+        if natural and count:
             remedy = "data.partition.least=2 leaves them out"
-            self.warnings.append(f"{few} of {len(split.sizes)} users have a single row: {remedy}")
+            self.warnings.append(f"{count} of {len(split.sizes)} users have a single row: {remedy}")
         test_x, _ = split.test()
         tokens = f", whole numbers below {split.tokens}" if split.tokens else ""
         spread = f"{split.sizes.min()} to {split.sizes.max()}, median {np.median(split.sizes):g}"
@@ -152,8 +153,8 @@ class Suggestion:
             f"{len(split.sizes)} clients with {spread} rows; {len(test_x)} test rows",
             f"{targets}: {names}" if names else targets,
         ]
-        single = split.classes and not split.targets
-        if single and len(np.unique(split.rows(0, len(split.sizes))[1])) == 1:
+        has_class_labels = split.classes and not split.targets
+        if has_class_labels and len(np.unique(split.rows(0, len(split.sizes))[1])) == 1:
             expected = "labels of two classes or more: no classes are left to distinguish"
             raise ConfigError("data.y", str(keys.get("y", "label")), expected)
         return split
@@ -165,12 +166,12 @@ class Suggestion:
         if split.tokens or len(split.shape) > 2:  # images are scaled
             return LR
         x = split.rows(0, len(split.sizes))[0].astype(np.float64)
-        stable = float(f"{0.5 / (np.square(x.reshape(len(x), -1)).sum(1).max() + 1):.0e}")
+        rate = float(f"{0.5 / (np.square(x.reshape(len(x), -1)).sum(1).max() + 1):.0e}")
         # gradients of a loss of classes are bounded
-        if stable >= LR or (split.classes and np.abs(x).max() <= SCALED):
+        if rate >= LR or (split.classes and np.abs(x).max() <= MAX_INPUT):
             return LR
-        self.warnings.append(f"local.lr is {stable:g}, as inputs are large: scale them for more")
-        return stable
+        self.warnings.append(f"local.lr is {rate:g}, as inputs are large: scale them for more")
+        return rate
 
 
 def _parse(keys: Mapping[str, Any]) -> Data:
@@ -202,8 +203,8 @@ def _folder(path: Path, parts: dict[str, str]) -> dict[str, Any]:
         splits = sorted(state.parent.name for state in path.glob("*/state.json"))
         train = "train" if "train" in splits else splits[0]
         test = [part for part in ("test", "validation") if part in splits and part != train]
-        found = dict(zip(("train", "test"), [train, *test], strict=False))
-        return {"kind": "hugging_face", "path": name, **found}
+        split_names = dict(zip(("train", "test"), [train, *test], strict=False))
+        return {"kind": "hugging_face", "path": name, **split_names}
     if (path / "train").is_dir():
         parts = {key: f"{name}/{key}" for key in ("train", "test") if (path / key).is_dir()}
         path = path / "train"
@@ -229,13 +230,13 @@ def _list(names: Any) -> list[str]:
     return [names] if isinstance(names, str) else list(names or ())
 
 
-def _first(wanted: Sequence[str], spelt: list[str], names: list[str]) -> str | None:
-    """The column with the first of the wanted names, as they are `spelt`."""
-    by_name = dict(zip(spelt, names, strict=True))
-    return next((by_name[name] for name in wanted if name in by_name), None)
+def _first_match(candidates: Sequence[str], spellings: list[str], names: list[str]) -> str | None:
+    """The one of `names` whose spelling comes first among `candidates`; None: there is none."""
+    by_name = dict(zip(spellings, names, strict=True))
+    return next((by_name[name] for name in candidates if name in by_name), None)
 
 
-def _says_parts(column: Any) -> bool:
+def _is_split_column(column: Any) -> bool:
     """Whether a column says which rows are for training, and which for testing."""
     if is_list(column):
         return False
@@ -248,7 +249,7 @@ def _type(column: Any) -> str:
     return f"{column.type}, {column.null_count} gaps" if column.null_count else str(column.type)
 
 
-def _unfit(column: Any, name: str) -> str | None:
+def _flaw(column: Any, name: str) -> str | None:
     """Why a column of single values is no input; None: it is one."""
     remedy = "fill them, or leave out these rows"
     if not isinstance(column, np.ndarray) and column.null_count:
@@ -286,8 +287,8 @@ def _task(table: Columns, targets: list[str], x: list[str]) -> dict[str, Any]:
     if y.ndim > 1:
         if y.dtype.kind in "biu" and set(np.unique(y)) <= {0, 1}:
             return {"task": "multi_label"}
-        same = is_list(table[x[0]]) and inputs(table[x[0]], x[0]).shape[1:] == y.shape[1:]
-        return {"task": "sequence" if y.dtype.kind in "iu" and same else "regression"}
+        is_aligned = is_list(table[x[0]]) and inputs(table[x[0]], x[0]).shape[1:] == y.shape[1:]
+        return {"task": "sequence" if y.dtype.kind in "iu" and is_aligned else "regression"}
     if y.dtype.kind not in "biuf":
         return {"task": "classification"}
     if not np.isfinite(y.astype(np.float64)).all():

@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 
 from raydpfl.config.registry import load
-from raydpfl.errors import RAISED, ConfigError, in_line
+from raydpfl.errors import USER_EXCEPTIONS, ConfigError, located_message
 from raydpfl.storage.files import digest, find_file, read_text
 
 PADDING = 0  # the id behind the end of a text
 UNKNOWN = 1  # of a token that the vocabulary lacks
-FIRST = 2  # of the tokens of a vocabulary
+FIRST_TOKEN = 2  # of the tokens of a vocabulary
 LARGEST = 1 << 20  # entries of a vocabulary at most
 WORD = re.compile(r"\w+(?:['\u2019]\w+)*|[^\w\s]")
 
@@ -62,51 +62,52 @@ class Encoder:
     @property
     def size(self) -> int:
         """Ids are below it."""
-        return self.vocabulary if isinstance(self.vocabulary, int) else FIRST + len(self.vocabulary)
+        vocabulary = self.vocabulary
+        return vocabulary if isinstance(vocabulary, int) else FIRST_TOKEN + len(vocabulary)
 
     @cached_property
-    def _split(self) -> Callable[[str], Sequence[Any]]:
+    def _tokenize(self) -> Callable[[str], Sequence[Any]]:
         tokenizer = TOKENIZERS.get(self.tokenizer)
         return tokenizer or load(self.tokenizer, "data.tokenizer")
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
         assert not isinstance(self.vocabulary, int)
-        return {token: FIRST + place for place, token in enumerate(self.vocabulary)}
+        return {token: FIRST_TOKEN + place for place, token in enumerate(self.vocabulary)}
 
     def known(self, ids: np.ndarray) -> np.ndarray:
         """Which ids are tokens of the vocabulary, bool of the same shape."""
-        return ids >= (1 if self._gives_ids else FIRST)
+        return ids >= (1 if self._gives_ids else FIRST_TOKEN)
 
     def code(self) -> str | None:
         """The digest of a user's tokenizer's file; None: the project's, or in no file."""
-        source = getattr(sys.modules.get(self._split.__module__), "__file__", None)
+        source = getattr(sys.modules.get(self._tokenize.__module__), "__file__", None)
         return digest(Path(source)) if source and self.tokenizer not in TOKENIZERS else None
 
     def ids(self, texts: Sequence[str]) -> np.ndarray:
         """Int64 [texts, length]. Raises `ConfigError`."""
-        found = np.full((len(texts), self.length), PADDING, np.int64)
-        for row, ids in enumerate(self.whole(texts)):
-            found[row, : len(ids)] = ids[: self.length]
-        return found
+        padded_ids = np.full((len(texts), self.length), PADDING, np.int64)
+        for row, ids in enumerate(self.token_ids(texts)):
+            padded_ids[row, : len(ids)] = ids[: self.length]
+        return padded_ids
 
-    def whole(self, texts: Sequence[str]) -> Iterator[list[int]]:
+    def token_ids(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """The ids of all tokens of each text. Raises `ConfigError`."""
-        split = self._split
+        tokenize = self._tokenize
         for row, text in enumerate(texts):
             try:
-                tokens = list(split(text))
-            except RAISED as error:  # a user's tokenizer may raise anything
+                tokens = list(tokenize(text))
+            except USER_EXCEPTIONS as error:  # a user's tokenizer may raise anything
                 expected = f"a function of a text that gives its tokens; of row {row} it raises "
-                expected += in_line(error)
+                expected += located_message(error)
                 raise ConfigError("data.tokenizer", self.tokenizer, expected) from None
-            yield self._numbered(tokens, row)
+            yield self._encode_tokens(tokens, row)
 
     @property
     def _gives_ids(self) -> bool:
         return isinstance(self.vocabulary, int)
 
-    def _numbered(self, tokens: list[Any], row: int) -> list[int]:
+    def _encode_tokens(self, tokens: list[Any], row: int) -> list[int]:
         """The ids of the tokens of a text. Raises `ConfigError`."""
         if self._gives_ids:
             kinds = (int, np.integer)
@@ -122,38 +123,38 @@ class Encoder:
 
     def counted(self, texts: Sequence[str]) -> dict[str, int]:
         """Counts of texts and tokens, by what becomes of them; for `raydpfl data describe`."""
-        rows = [np.array(tokens, np.int64) for tokens in self.whole(texts)]
-        whole = np.concatenate([*rows, np.zeros(0, np.int64)])
-        unknown = 0 if self._gives_ids else int((whole == UNKNOWN).sum())
+        rows = [np.array(tokens, np.int64) for tokens in self.token_ids(texts)]
+        all_ids = np.concatenate([*rows, np.zeros(0, np.int64)])
+        unknown = 0 if self._gives_ids else int((all_ids == UNKNOWN).sum())
         return {
             "texts": len(rows),
             "empty texts": sum(not len(row) for row in rows),
-            "tokens": len(whole),
+            "tokens": len(all_ids),
             "unknown tokens": unknown,
             "tokens cut off": sum(max(0, len(row) - self.length) for row in rows),
-            "tokens of the vocabulary": self.size - (1 if self._gives_ids else FIRST),
-            "of these, in some text": len(np.unique(whole)) - (unknown > 0),
+            "tokens of the vocabulary": self.size - (1 if self._gives_ids else FIRST_TOKEN),
+            "of these, in some text": len(np.unique(all_ids)) - (unknown > 0),
         }
 
 
-def of_file(name: str, root: Path | None) -> tuple[str, ...]:
+def read_vocabulary(name: str, root: Path | None) -> tuple[str, ...]:
     """The tokens in the file `name`, one a line. Raises `ConfigError`."""
     path = find_file("data.vocabulary", name, root)
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        expected = f"a text in UTF-8, a token a line ({in_line(error)})"
+        expected = f"a text in UTF-8, a token a line ({located_message(error)})"
         raise ConfigError("data.vocabulary", name, expected) from None
     tokens = tuple(text.removesuffix("\n").split("\n")) if text else ()
     check(tokens, name)
     return tokens
 
 
-def check(vocabulary: Sequence[str], named: object) -> None:
-    """Raises `ConfigError` for an empty one, or a token twice; `named`: its name in the config."""
+def check(vocabulary: Sequence[str], value: object) -> None:
+    """Raises `ConfigError` for an empty one, or a token twice; `value`: as the config has it."""
     counts = Counter(vocabulary)
-    most = max(counts, key=counts.__getitem__, default="")
-    if not most or "" in counts or counts[most] > 1 or len(counts) > LARGEST:
-        reason = f"; it has {most!r} twice" if counts[most] > 1 else ""
+    top_token = max(counts, key=counts.__getitem__, default="")
+    if not top_token or "" in counts or counts[top_token] > 1 or len(counts) > LARGEST:
+        reason = f"; it has {top_token!r} twice" if counts[top_token] > 1 else ""
         expected = f"1 to {LARGEST:,} tokens, each once and none empty, a token a line of a file"
-        raise ConfigError("data.vocabulary", named, f"{expected}{reason}")
+        raise ConfigError("data.vocabulary", value, f"{expected}{reason}")

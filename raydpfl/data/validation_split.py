@@ -39,8 +39,8 @@ class HeldOutRows:
 def counts(sizes: np.ndarray, share: float) -> np.ndarray:
     """How many rows each client holds out, int64 [clients], of `sizes` rows, int64 [clients]."""
     # 0.29 x 50 is 14.499999999999998 in floating point
-    wanted = np.floor(np.round(share * sizes, 9) + 0.5).astype(np.int64)
-    return np.clip(wanted, 0, np.maximum(sizes - 1, 0))
+    rounded_counts = np.floor(np.round(share * sizes, 9) + 0.5).astype(np.int64)
+    return np.clip(rounded_counts, 0, np.maximum(sizes - 1, 0))
 
 
 def held_out(
@@ -57,79 +57,84 @@ def held_out(
     if isinstance(share, Mapping):
         return _clients(split.sizes, samples, part, seed)
     if samples is not None:
-        held = _held_by_all(split.sizes, samples, part, seed)
-        rows = _stored(split.sizes, held, _scored(samples, held))
+        held_mask = _holdout_mask(split.sizes, samples, part, seed)
+        rows = _rows_from_masks(split.sizes, held_mask, _scored_mask(samples, held_mask))
     else:
         rows = _rows(split.sizes, part, seed)
     if int(rows.sizes.sum()) == int(split.sizes.sum()):
-        most = f"the largest has {int(split.sizes.max())} rows, of which one must stay"
-        raise ConfigError(FIELD, share, f"a share that comes to a row of some client; {most}")
+        limit_text = f"the largest has {int(split.sizes.max())} rows, of which one must stay"
+        raise ConfigError(FIELD, share, f"a share that comes to a row of some client; {limit_text}")
     return rows
 
 
-def _stored(
-    sizes: np.ndarray, held: np.ndarray, scored: np.ndarray, clients: np.ndarray | None = None
+def _rows_from_masks(
+    sizes: np.ndarray,
+    held_mask: np.ndarray,
+    scored_mask: np.ndarray,
+    clients: np.ndarray | None = None,
 ) -> HeldOutRows:
     """Rows that are held out and scored, bool [rows] of all clients."""
     ends = np.concatenate([[0], np.cumsum(sizes)])
 
     def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         place = slice(int(ends[first]), int(ends[last]))
-        return held[place], scored[place]
+        return held_mask[place], scored_mask[place]
 
-    return HeldOutRows(sizes - per_client(held, sizes), rows, clients)
+    return HeldOutRows(sizes - per_client(held_mask, sizes), rows, clients)
 
 
-def _scored(samples: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Of rows `held` out those scored, bool [rows]: of samples not trained on, the first row."""
-    scored = np.zeros(len(samples), bool)
-    scored[np.flatnonzero(held)[np.unique(samples[held], return_index=True)[1]]] = True
-    return scored & ~np.isin(samples, samples[~held])
+def _scored_mask(samples: np.ndarray, held_mask: np.ndarray) -> np.ndarray:
+    """Which held-out rows are scored, bool [rows]: the first of a sample that is not trained on."""
+    mask = np.zeros(len(samples), bool)
+    mask[np.flatnonzero(held_mask)[np.unique(samples[held_mask], return_index=True)[1]]] = True
+    return mask & ~np.isin(samples, samples[~held_mask])
 
 
 def _clients(sizes: np.ndarray, samples: np.ndarray | None, share: float, seed: int) -> HeldOutRows:
     """That share of the clients, all their rows."""
     count = len(sizes)
-    wanted = int(counts(np.array([count]), share)[0])
-    held = np.zeros(count, bool)
-    held[stream(seed, Purpose.VALIDATION).permutation(count)[:wanted]] = True
-    if not sizes[held].any() or not sizes[~held].any():
+    held_out_count = int(counts(np.array([count]), share)[0])
+    client_mask = np.zeros(count, bool)
+    client_mask[stream(seed, Purpose.VALIDATION).permutation(count)[:held_out_count]] = True
+    if not sizes[client_mask].any() or not sizes[~client_mask].any():
         expected = f"a share that leaves some of the {count} clients, with rows, on either side"
         raise ConfigError(f"{FIELD}.clients", share, expected)
-    out = np.repeat(held, sizes)
-    return _stored(sizes, out, out if samples is None else _scored(samples, out), held)
+    row_mask = np.repeat(client_mask, sizes)
+    scored_mask = row_mask if samples is None else _scored_mask(samples, row_mask)
+    return _rows_from_masks(sizes, row_mask, scored_mask, client_mask)
 
 
 def _rows(sizes: np.ndarray, share: float, seed: int) -> HeldOutRows:
     """That share of each client's rows: those with the lowest of its random words."""
-    held = counts(sizes, share)
+    held_out_counts = counts(sizes, share)
 
     def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        own = sizes[first:last]
-        words = np.zeros(int(own.sum()), np.uint64)
-        ends = np.cumsum(own)
-        some = np.flatnonzero(held[first:last])
-        clients = (first + some).tolist()
-        draws = [0] * len(some)
+        client_sizes = sizes[first:last]
+        words = np.zeros(int(client_sizes.sum()), np.uint64)
+        ends = np.cumsum(client_sizes)
+        client_offsets = np.flatnonzero(held_out_counts[first:last])
+        clients = (first + client_offsets).tolist()
+        draws = [0] * len(client_offsets)
         streams = bit_streams(seed, Purpose.VALIDATION, t=0, clients=clients, draws=draws)
-        for place, philox in zip(some.tolist(), streams, strict=True):
-            words[ends[place] - own[place] : ends[place]] = philox.random_raw(int(own[place]))
-        order = np.lexsort((words, np.repeat(np.arange(len(own)), own)))
-        rank = np.arange(len(words)) - np.repeat(ends - own, own)
-        lowest = np.zeros(len(words), bool)
-        lowest[order] = rank < np.repeat(held[first:last], own)
-        return lowest, lowest
+        for place, philox in zip(client_offsets.tolist(), streams, strict=True):
+            size = int(client_sizes[place])
+            words[ends[place] - size : ends[place]] = philox.random_raw(size)
+        order = np.lexsort((words, np.repeat(np.arange(len(client_sizes)), client_sizes)))
+        rank = np.arange(len(words)) - np.repeat(ends - client_sizes, client_sizes)
+        lowest_mask = np.zeros(len(words), bool)
+        lowest_mask[order] = rank < np.repeat(held_out_counts[first:last], client_sizes)
+        return lowest_mask, lowest_mask
 
-    return HeldOutRows(sizes - held, rows)
+    return HeldOutRows(sizes - held_out_counts, rows)
 
 
-def _held_by_all(sizes: np.ndarray, samples: np.ndarray, share: float, seed: int) -> np.ndarray:
+def _holdout_mask(sizes: np.ndarray, samples: np.ndarray, share: float, seed: int) -> np.ndarray:
     """That share of all samples that some client holds, for all its holders, bool [rows]."""
-    drawn = stream(seed, Purpose.VALIDATION).permutation(np.unique(samples))
-    held = np.isin(samples, drawn[: int(counts(np.array([len(drawn)]), share)[0])])
-    bare = (per_client(held, sizes) == sizes) & (sizes > 0)
-    held[(np.cumsum(sizes) - sizes)[bare]] = False
-    return held
+    order = stream(seed, Purpose.VALIDATION).permutation(np.unique(samples))
+    held_mask = np.isin(samples, order[: int(counts(np.array([len(order)]), share)[0])])
+    empty_mask = (per_client(held_mask, sizes) == sizes) & (sizes > 0)
+    held_mask[(np.cumsum(sizes) - sizes)[empty_mask]] = False
+    return held_mask
 
 
 def per_client(flags: np.ndarray, sizes: np.ndarray) -> np.ndarray:

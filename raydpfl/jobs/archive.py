@@ -28,11 +28,11 @@ def plain(text: object) -> str:
 
 
 def unpack(
-    packed: IO[bytes], name: str, folder: Path, before: Callable[[], object] = lambda: None
+    file: IO[bytes], name: str, folder: Path, on_verified: Callable[[], object] = lambda: None
 ) -> None:
     """Unpacks the one folder `name` of a gzipped tar archive, which can be sought in, into `folder`
     (made where it is missing), over files of the same names. All members are looked at before
-    `before` is called and any is written, by `tarfile` under its filter "data" (PEP 706).
+    `on_verified` is called and any is written, by `tarfile` under its filter "data" (PEP 706).
 
     Raises:
         ArchiveError: it holds anything but files and folders below `name`, more than `SIZE` bytes
@@ -42,11 +42,11 @@ def unpack(
         OSError: a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=packed, mode="r:gz") as archive:
-        members = [*_checked(archive, name, min(SIZE, shutil.disk_usage(folder).free))]
+    with tarfile.open(fileobj=file, mode="r:gz") as archive:
+        members = [*_check_members(archive, name, min(SIZE, shutil.disk_usage(folder).free))]
         while archive.fileobj.read(1 << 20):  # to its checksum
             pass
-        before()
+        on_verified()
         try:
             for member in members:
                 archive.extract(member, folder, set_attrs=False, filter="data")
@@ -54,17 +54,17 @@ def unpack(
             raise ArchiveError(f"it holds {error}") from None
 
 
-def _checked(archive: tarfile.TarFile, name: str, most: int) -> Iterator[tarfile.TarInfo]:
+def _check_members(archive: tarfile.TarFile, name: str, limit: int) -> Iterator[tarfile.TarInfo]:
     """The members, by their paths below `name`. Raises `ArchiveError`."""
-    left = most
+    rest = limit
     for count, member in enumerate(archive, 1):
-        first, *parts = PurePosixPath(member.name).parts or ("",)
-        left -= member.size
-        if first != name or ".." in parts or _CONTROL.search(member.name):
+        root, *parts = PurePosixPath(member.name).parts or ("",)
+        rest -= member.size
+        if root != name or ".." in parts or _CONTROL.search(member.name):
             raise ArchiveError(f"it holds {member.name[:100]!r}, which is no path below {name}")
         if not (member.isdir() or (member.isreg() and parts)):
             raise ArchiveError(f"it holds {member.name[:100]!r}, which is neither file nor folder")
-        if left < 0 or member.size < 0 or count > FILES:
-            raise ArchiveError(f"it holds more than {most / 1e9:g} GB, or than {FILES:,} files")
+        if rest < 0 or member.size < 0 or count > FILES:
+            raise ArchiveError(f"it holds more than {limit / 1e9:g} GB, or than {FILES:,} files")
         if parts:
             yield member.replace(name="/".join(parts), deep=False)

@@ -37,7 +37,7 @@ from raydpfl import storage
 from raydpfl.core import signals
 from raydpfl.errors import ConfigError, RunError, message
 from raydpfl.jobs.archive import SIZE, ArchiveError, plain, unpack
-from raydpfl.storage.files import cache_root, keep_json, kept_json
+from raydpfl.storage.files import cache_root, keep_json, read_own_json
 
 ADDRESS = "http://127.0.0.1:8265"
 # of the head: cache_root of raydpfl.storage.files, said in shell
@@ -115,7 +115,7 @@ class JobServer:
         out: str | Path | None = None,
         *,
         resume: str | None = None,
-        there: bool = False,
+        files_on_cluster: bool = False,
     ) -> str:
         """Starts a job that runs a config, or the sweep that it describes; returns the job's id.
 
@@ -123,7 +123,7 @@ class JobServer:
             config, overrides: the path of its file, and changes to it.
             out: where `fetch` brings the run directory; None: runs/ID. An address: written there.
             resume: a run of this cluster to continue.
-            there: whether the files that the config names are already on the cluster.
+            files_on_cluster: whether the files that the config names are already on the cluster.
 
         Raises:
             ConfigError: for what can be refused without the data; the job refuses the rest.
@@ -132,27 +132,32 @@ class JobServer:
         from raydpfl.jobs import packaging
         from raydpfl.simulation import user_code
 
-        with user_code.stored_code(config, first=resume is not None) as kept:
-            asked = packaging.read(config, overrides)
-            here = Path.cwd()
-            sent = packaging.packed(asked.tree, asked.experiments, here, kept=kept, there=there)
-        run, known = self._recorded(resume, strict=False) if resume else ("", None)
-        job = _new_id(asked.path, run)
+        with user_code.stored_code(config, prefer_stored=resume is not None) as stored_folder:
+            submission = packaging.read(config, overrides)
+            payload = packaging.pack(
+                submission.tree,
+                submission.experiments,
+                Path.cwd(),
+                stored_folder=stored_folder,
+                files_on_cluster=files_on_cluster,
+            )
+        run, recorded_place = self._find_run(resume, strict=False) if resume else ("", None)
+        job = _new_id(submission.path, run)
         run = run or job
-        place = out or known or Path("runs") / (resume or job)
-        address = str(place) if storage.elsewhere(place) else None
-        folder = Path(storage.named(place)).absolute()
+        place = out or recorded_place or Path("runs") / (resume or job)
+        address = str(place) if storage.is_address(place) else None
+        folder = Path(storage.location(place)).absolute()
         if not address:
             _check(folder, run)
             folder.mkdir(parents=True, exist_ok=True)
-        options: dict[str, Any] = {"address": not asked.inline, "resume": resume is not None}
+        options: dict[str, Any] = {"address": not submission.inline, "resume": resume is not None}
         with tempfile.TemporaryDirectory(prefix="raydpfl-") as stage:
-            environment = packaging.staged(*sent, Path(stage))
+            environment = packaging.stage_job(*payload, Path(stage))
             with self._refusals():
                 self._start(
                     runtime_env=environment,
                     submission_id=job,
-                    entrypoint=entrypoint(asked.command, run, out=address, **options),
+                    entrypoint=entrypoint(submission.command, run, out=address, **options),
                     metadata={"run": run} | ({"out": address} if address else {}),
                 )
         self._record(run, job, address or folder)
@@ -162,7 +167,7 @@ class JobServer:
 
     def run_of(self, job: str) -> str:
         """The id of the run of a job. Raises `ConfigError` if the cluster does not know the job."""
-        return self._recorded(job)[0]
+        return self._find_run(job)[0]
 
     def follow(self, job: str, write: Callable[[str], Any] = lambda text: None) -> int:
         """Waits for a job to end; its exit code, 1 if it has none. A broken connection is made
@@ -170,28 +175,28 @@ class JobServer:
         called with everything that the job prints, without escape codes.
         """
         run = self.run_of(job)
-        written = 0
-        answered = time.monotonic()
+        printed_length = 0
+        answer_time = time.monotonic()
         while True:
-            began = time.monotonic()
+            start_time = time.monotonic()
             try:
                 details = self._client.get_job_info(job)
                 text = self._client.get_job_logs(job)
-                answered = time.monotonic()
-                write(plain(text[written:]))
-                written = max(written, len(text))
+                answer_time = time.monotonic()
+                write(plain(text[printed_length:]))
+                printed_length = max(printed_length, len(text))
                 if details.status.is_terminal():
                     break
             except (OSError, RuntimeError) as error:
                 signals.check()  # a connection that a signal ended is no error
-                if time.monotonic() - answered > PATIENCE:
-                    what = f"the cluster at {self.address} does not answer ({_line(error)})"
+                if time.monotonic() - answer_time > PATIENCE:
+                    problem = f"the cluster at {self.address} does not answer ({_line(error)})"
                     hint = f"follow it with {self.command('--follow', job)}, or go on with it on"
                     hint += f" a new cluster: raydpfl submit CONFIG --resume {run}"
-                    raise RunError(f"{what}; {hint}") from None
+                    raise RunError(f"{problem}; {hint}") from None
             signals.check()
             # all that it has printed comes each time: a tenth of the time at most goes into that
-            time.sleep(max(1.0, 9 * (time.monotonic() - began)))
+            time.sleep(max(1.0, 9 * (time.monotonic() - start_time)))
         if details.status == "FAILED" and details.driver_exit_code is None:
             write(f"{plain(details.message)}\n")
         return 0 if details.status == "SUCCEEDED" else details.driver_exit_code or 1
@@ -216,19 +221,19 @@ class JobServer:
             ConfigError: `out` is an address.
             RunError: it did not come back complete; `out` is free for another call.
         """
-        run, place = self._recorded(job)
-        address = place if place and storage.elsewhere(place) else None
+        run, place = self._find_run(job)
+        address = place if place and storage.is_address(place) else None
         if address and out in (None, address):
             return address
-        if out and storage.elsewhere(out):
+        if out and storage.is_address(out):
             raise ConfigError("--out", out, "a folder of this machine, for the run to come back to")
-        folder = Path(storage.named(out or place or Path("runs") / job))
+        folder = Path(storage.location(out or place or Path("runs") / job))
         _check(folder, run)
         try:
             if address:
-                with storage.reading(address) as there:
+                with storage.readable_folder(address) as remote_folder:
                     self._note(run, job, folder)
-                    shutil.copytree(there, folder, dirs_exist_ok=True)
+                    shutil.copytree(remote_folder, folder, dirs_exist_ok=True)
             elif not self._fetch(run, job, folder):
                 return None
         except ArchiveError as error:  # it would be the same another time
@@ -236,33 +241,33 @@ class JobServer:
         except (OSError, EOFError, RuntimeError, tarfile.TarError, zlib.error) as error:
             hint = f"try again with {self.command('--follow', job)}, or take it from"
             hint += f" {address or f'RAYDPFL_CACHE/runs/{run} there'}"
-            what = f"the run directory did not come back ({_line(error)})"
-            raise RunError(f"{what}; {hint}") from None
+            problem = f"the run directory did not come back ({_line(error)})"
+            raise RunError(f"{problem}; {hint}") from None
         if not address:  # where the run is written stays as it is recorded
             self._record(run, job, folder)
         self._note(run, job, folder)
         return folder
 
     def _fetch(self, run: str, job: str, folder: Path) -> bool:
-        packing = f"{run}-fetch-{uuid.uuid4().hex[:4]}"
+        packer = f"{run}-fetch-{uuid.uuid4().hex[:4]}"
         name = shlex.quote(run)
         archive = f"raydpfl-{run}.tar.gz"
         # that of the file to which Ray writes what this job prints
         logs = '"$(dirname "$(readlink /proc/$$/fd/1)")"'
         shell = f"cd {RUNS} && [ -d {name} ] || exit {NONE}; "
-        self._start(entrypoint=f"{shell}tar -czf {logs}/{archive} {name}", submission_id=packing)
-        while not (details := self._client.get_job_info(packing)).status.is_terminal():
+        self._start(entrypoint=f"{shell}tar -czf {logs}/{archive} {name}", submission_id=packer)
+        while not (details := self._client.get_job_info(packer)).status.is_terminal():
             signals.check()
             time.sleep(0.1)
-        self._client.delete_job(packing)
+        self._client.delete_job(packer)
         if details.driver_exit_code == NONE:
             return False
         if details.status != "SUCCEEDED":
             raise RuntimeError(f"it could not be packed: {details.message}")
-        with tempfile.TemporaryFile() as packed:
-            self._download(details.driver_node_id, archive, packed)
-            packed.seek(0)
-            unpack(packed, run, folder, before=lambda: self._note(run, job, folder))
+        with tempfile.TemporaryFile() as archive_file:
+            self._download(details.driver_node_id, archive, archive_file)
+            archive_file.seek(0)
+            unpack(archive_file, run, folder, on_verified=lambda: self._note(run, job, folder))
         return True
 
     def _download(self, node: str, name: str, into: IO[bytes]) -> None:
@@ -285,12 +290,12 @@ class JobServer:
 
     def command(self, option: str, job: str) -> str:
         """What to type for this option of `raydpfl submit` with this job."""
-        where = f" --address {self.address}" if self.address != ADDRESS else ""
-        return f"raydpfl submit {option} {job}{where}"
+        address_option = f" --address {self.address}" if self.address != ADDRESS else ""
+        return f"raydpfl submit {option} {job}{address_option}"
 
     def _start(self, **job: Any) -> None:
         """Starts a job; tries again, as a new head answers before it can take jobs."""
-        began = time.monotonic()
+        start_time = time.monotonic()
         while True:
             try:
                 self._client.submit_job(**job)
@@ -298,7 +303,7 @@ class JobServer:
             except RuntimeError as error:
                 if "No available agent" not in str(error):
                     raise
-                if time.monotonic() - began > PATIENCE:
+                if time.monotonic() - start_time > PATIENCE:
                     expected = f"a head that takes jobs; {AGENT} ({_line(error)})"
                     raise ConfigError("--address", self.address, expected) from None
                 time.sleep(1)
@@ -317,7 +322,7 @@ class JobServer:
         name = hashlib.sha256(f"{self.address}\n{job}".encode()).hexdigest()[:32]
         return cache_root() / "jobs" / f"{name}.json"
 
-    def _recorded(self, job: str, strict: bool = True) -> tuple[str, str | None]:
+    def _find_run(self, job: str, strict: bool = True) -> tuple[str, str | None]:
         """The run that a job belongs to, and where its directory goes, None if nobody says: by this
         machine's record, else by the cluster, which can name an address, but no folder here.
         `strict`: a job that the cluster does not know is refused.
@@ -335,15 +340,15 @@ class JobServer:
                     expected = f"the id of a job of the cluster at {self.address}"
                     raise ConfigError("job", job, expected) from None
         try:
-            record = kept_json(self._record_path(job))
+            record = read_own_json(self._record_path(job))
         except (OSError, ValueError):
             record = {}
         run = record.get("run") or metadata.get("run", job)
         if not isinstance(run, str) or not ID.fullmatch(run):
-            what = f"names the run of {job} as no run of ours is named: {plain(run)[:100]!r}"
-            raise RunError(f"the cluster at {self.address} {what}")
+            problem = f"names the run of {job} as no run of ours is named: {plain(run)[:100]!r}"
+            raise RunError(f"the cluster at {self.address} {problem}")
         address = str(metadata.get("out"))
-        return run, record.get("out") or (address if storage.elsewhere(address) else None)
+        return run, record.get("out") or (address if storage.is_address(address) else None)
 
 
 def _check(folder: Path, run: str) -> None:
@@ -362,11 +367,11 @@ def _check(folder: Path, run: str) -> None:
 
 
 def _new_id(path: Path, run: str) -> str:
-    user_named = path.name not in ("config.yaml", "sweep.yaml")
-    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem if user_named else path.parent.name)
+    has_own_name = path.name not in ("config.yaml", "sweep.yaml")
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem if has_own_name else path.parent.name)
     stem = stem.lstrip(".-")[:80] or "run"
-    named = f"{run[:100]}-again" if run else stem + time.strftime("-%Y%m%d-%H%M%S")
-    return f"{named}-{uuid.uuid4().hex[:4]}"
+    base_id = f"{run[:100]}-again" if run else stem + time.strftime("-%Y%m%d-%H%M%S")
+    return f"{base_id}-{uuid.uuid4().hex[:4]}"
 
 
 def _headers(address: str) -> dict[str, str]:
@@ -389,10 +394,10 @@ def _token() -> str | None:
     """By RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH, or that where Ray puts it."""
     if os.environ.get("RAY_AUTH_MODE", "token") not in ("", "token"):
         return None
-    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(named or Path.home() / ".ray" / "auth_token")
+    token_path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(token_path or Path.home() / ".ray" / "auth_token")
     token = os.environ.get("RAY_AUTH_TOKEN")
-    return token or (path.read_text().strip() if named or path.exists() else None)
+    return token or (path.read_text().strip() if token_path or path.exists() else None)
 
 
 def _line(error: BaseException) -> str:

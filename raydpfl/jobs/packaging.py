@@ -59,8 +59,8 @@ def read(config: str | Path, overrides: Sequence[str] = ()) -> Submission:
     """
     path = Path(config).absolute()
     if path.is_dir():
-        named = [path / name for name in ("config.yaml", "sweep.yaml")]
-        path = next((file for file in named if file.exists()), named[0])
+        candidates = [path / name for name in ("config.yaml", "sweep.yaml")]
+        path = next((file for file in candidates if file.exists()), candidates[0])
     tree = overridden(read_yaml(path), overrides)
     if "sweep" in tree or find(tree):
         return Submission(path, "sweep", False, Sweep.from_dict(tree).probes, tree)
@@ -68,43 +68,45 @@ def read(config: str | Path, overrides: Sequence[str] = ()) -> Submission:
     return Submission(path, "run", experiment.client.actors == 0, [experiment], tree)
 
 
-def packed(
+def pack(
     tree: Mapping[str, Any],
     experiments: Iterable[Experiment],
-    here: Path,
+    working_folder: Path,
     *,
-    kept: Path | None = None,
-    there: bool = False,
+    stored_folder: Path | None = None,
+    files_on_cluster: bool = False,
 ) -> tuple[dict[str, Any], Files]:
     """The config to send in the place of `tree`, and the files to send with it. Raises
     `ConfigError` for a file that is not here, or that is not sent.
 
     Args:
         tree, experiments: the config, and all that it describes.
-        here: the folder that the config's classes were imported from.
-        kept: a folder in which a run directory has kept such modules.
-        there: the files that the config names lie on the cluster and are not sent.
+        working_folder: the folder that the config's classes were imported from.
+        stored_folder: a folder in which a run directory has kept such modules.
+        files_on_cluster: the files that the config names lie on the cluster and are not sent.
     """
-    files = user_modules(here, *([kept] if kept else []))
+    files = user_modules(working_folder, *([stored_folder] if stored_folder else []))
     sizes = dict(files)
     _check_size(sizes)
-    named = set() if there else {file for one in experiments for file in one.named_files()}
-    renamed: dict[tuple[str, str], str] = {}
+    named_files = (
+        set() if files_on_cluster else {file for one in experiments for file in one.named_files()}
+    )
+    new_names: dict[tuple[str, str], str] = {}
     data: Files = {}
-    for field, name in sorted(named):
-        path = _found(field, name, here)
+    for field, name in sorted(named_files):
+        path = _find_file(field, name, working_folder)
         inside = _walk(path) if path.is_dir() else [path]
-        held = {each.relative_to(path).as_posix(): each for each in inside}
-        sizes |= {str(each): each for each in held.values()}
+        members = {file.relative_to(path).as_posix(): file for file in inside}
+        sizes |= {str(file): file for file in members.values()}
         _check_size(sizes)
-        contents = check({name: digest(each) for name, each in held.items()})[:16]
+        contents = check({name: digest(file) for name, file in members.items()})[:16]
         new = f"files/{contents}/{path.name}"
-        renamed[field.rpartition(".")[2], name] = new
-        data |= {f"{new}/{name}" if path.is_dir() else new: each for name, each in held.items()}
-    return _renamed(tree, renamed), files | data
+        new_names[field.rpartition(".")[2], name] = new
+        data |= {f"{new}/{name}" if path.is_dir() else new: file for name, file in members.items()}
+    return _replace_names(tree, new_names), files | data
 
 
-def staged(tree: Mapping[str, Any], files: Files, stage: Path) -> dict[str, Any]:
+def stage_job(tree: Mapping[str, Any], files: Files, stage: Path) -> dict[str, Any]:
     """Ray's runtime environment of a job: the config `tree`, the files to send, and this package,
     copied into the folder `stage`.
     """
@@ -127,58 +129,58 @@ def copy(files: Files, stage: Path) -> None:
 
 def user_modules(*folders: Path) -> Files:
     """The files of the modules and packages of these folders that have been imported."""
-    files = {name: path for here in folders for name, path in _modules_of(here).items()}
-    for here in folders:
-        _all_there(here, files)
+    files = {name: path for folder in folders for name, path in _modules_of(folder).items()}
+    for folder in folders:
+        _check_modules(folder, files)
     return files
 
 
-def _modules_of(here: Path) -> Files:
+def _modules_of(folder: Path) -> Files:
     files: Files = {}
     try:
-        project = tomllib.loads((here / "pyproject.toml").read_text())
-        declared = project.get("tool", {}).get("setuptools", {}).get("package-data", {})
+        project = tomllib.loads((folder / "pyproject.toml").read_text())
+        data_patterns = project.get("tool", {}).get("setuptools", {}).get("package-data", {})
     except (OSError, ValueError):
-        declared = {}
+        data_patterns = {}
     for name in sorted({name.partition(".")[0] for name in sys.modules} - {"raydpfl"}):
         module = sys.modules.get(name)
         source = getattr(module, "__file__", None)
         places = map(os.path.realpath, getattr(module, "__path__", ()))
-        if os.path.realpath(here / name) in places:
-            for path in _walk(here / name):
-                inside = path.relative_to(here)
-                if path.name.endswith(CODE) or _is_data(inside, declared):
+        if os.path.realpath(folder / name) in places:
+            for path in _walk(folder / name):
+                inside = path.relative_to(folder)
+                if path.name.endswith(CODE) or _is_data(inside, data_patterns):
                     files[inside.as_posix()] = path
-        elif source and os.path.realpath(Path(source).parent) == os.path.realpath(here):
+        elif source and os.path.realpath(Path(source).parent) == os.path.realpath(folder):
             files |= {path.name: path for path in [Path(source)] if _plain(path)}
     return files
 
 
-def _is_data(path: Path, declared: Mapping[str, Sequence[str]]) -> bool:
-    """Whether patterns `declared` by package, or for all (*), have a file of a package."""
+def _is_data(path: Path, patterns: Mapping[str, Sequence[str]]) -> bool:
+    """Whether the patterns, by package or for all (*), have a file of a package."""
     packages = {".".join(path.parts[:depth]): depth for depth in range(1, len(path.parts))}
     return any(
         fnmatch("/".join(path.parts[depth:]), pattern)
         for package, depth in packages.items()
-        for pattern in (*declared.get(package, ()), *declared.get("*", ()))
+        for pattern in (*patterns.get(package, ()), *patterns.get("*", ()))
     )
 
 
-def _all_there(here: Path, files: Files) -> None:
+def _check_modules(folder: Path, files: Files) -> None:
     """Raises `ConfigError` for a module that was imported from the folder and is not sent."""
-    sent = {os.path.realpath(path) for path in files.values()}
+    sent_paths = {os.path.realpath(path) for path in files.values()}
     for name, module in sorted(sys.modules.items()):
         source = getattr(module, "__file__", None)
-        shipped = name.partition(".")[0] in ("raydpfl", "__main__")
-        if shipped or not source or not source.endswith(CODE):
+        is_preinstalled = name.partition(".")[0] in ("raydpfl", "__main__")
+        if is_preinstalled or not source or not source.endswith(CODE):
             continue
         whole = Path(os.path.abspath(source))
-        installed = {"site-packages", "dist-packages"} & set(whole.parts)
-        if installed or not whole.is_relative_to(here) or not whole.exists():
+        site_folders = {"site-packages", "dist-packages"} & set(whole.parts)
+        if site_folders or not whole.is_relative_to(folder) or not whole.exists():
             continue
-        if os.path.realpath(source) not in sent or not _plain(whole):
+        if os.path.realpath(source) not in sent_paths or not _plain(whole):
             expected = "modules that are no links, and neither hidden nor in a hidden folder"
-            place = os.path.relpath(whole, here)
+            place = os.path.relpath(whole, folder)
             raise ConfigError("submit", place, f"{expected}; {name} is not sent")
 
 
@@ -195,7 +197,7 @@ def _plain(path: Path) -> bool:
     return not path.is_symlink() and (path.is_file() or path.is_dir())
 
 
-def _found(field: str, name: str, here: Path) -> Path:
+def _find_file(field: str, name: str, folder: Path) -> Path:
     places = (data_root(None) / name, Path(name))
     path = next((place for place in places if os.path.isfile(place) or os.path.isdir(place)), None)
     if path is None:
@@ -203,7 +205,7 @@ def _found(field: str, name: str, here: Path) -> Path:
         expected += "or --there, if the cluster has what it names"
         raise ConfigError(field, name, expected)
     whole = Path(os.path.abspath(path))
-    within = next((each for each in (here, data_root(None)) if whole.is_relative_to(each)), None)
+    within = next((base for base in (folder, data_root(None)) if whole.is_relative_to(base)), None)
     if any(part.startswith(".") for part in (whole.relative_to(within) if within else whole).parts):
         raise ConfigError(field, name, "a file that is not hidden: none such is sent")
     if not _plain(path):
@@ -225,13 +227,13 @@ def _check_size(files: Files) -> None:
         raise ConfigError("submit", top, expected)
 
 
-def _renamed(value: Any, names: Mapping[tuple[str, str], str], key: str = "") -> Any:
+def _replace_names(value: Any, names: Mapping[tuple[str, str], str], key: str = "") -> Any:
     """A tree with other values in the place of some, each known by its key (or that of the search
     space it is in).
     """
     if isinstance(value, Mapping):
         keys = {name: key if name in SPACES else name for name in value}
-        return {name: _renamed(each, names, keys[name]) for name, each in value.items()}
+        return {name: _replace_names(child, names, keys[name]) for name, child in value.items()}
     if isinstance(value, list):
-        return [_renamed(each, names, key) for each in value]
+        return [_replace_names(child, names, key) for child in value]
     return names.get((key, value), value) if isinstance(value, str) else value

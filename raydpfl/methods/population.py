@@ -50,7 +50,9 @@ def client_weights(member: Weights, selection: Selection, population: Population
     return population.cached((member.model_dump_json(), selection.model_dump_json()), compute)
 
 
-def composed(selection: Selection, seed: int, rounds: int, population: Population) -> np.ndarray:
+def check_composed_rounds(
+    selection: Selection, seed: int, rounds: int, population: Population
+) -> np.ndarray:
     """`Selection.composed_rounds`, int64 [rounds]. Raises `ConfigError` for what no cohorts of its
     scheme can come to: where cohorts are secret, each of t rounds draws among the scheme's whole
     population, so the N clients together were available t times that number.
@@ -62,9 +64,9 @@ def composed(selection: Selection, seed: int, rounds: int, population: Populatio
         expected = f"one whose composed_rounds are {rounds} whole numbers that never fall"
         raise ConfigError("selection.kind", selection.kind, expected)
     available = np.arange(1, rounds + 1) * sampling.population
-    too_few = composed_rounds * len(population) < available
-    if not sampling.by_participation and too_few.any():
-        t = int(np.argmax(too_few))
+    shortfall = composed_rounds * len(population) < available
+    if not sampling.by_participation and shortfall.any():
+        t = int(np.argmax(shortfall))
         expected = "one whose composed_rounds count every round that a client can be in; "
         expected += f"{sampling} cannot give {composed_rounds[t]} in {t + 1}"
         raise ConfigError("selection.kind", selection.kind, expected)

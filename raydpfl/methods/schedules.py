@@ -63,7 +63,7 @@ class Schedule(BaseModel):
 
     @field_validator("lr_period", "lr_last")
     @classmethod
-    def _of_a_fall(cls, value: float | None, info: Any) -> float | None:
+    def _check_decay_fields(cls, value: float | None, info: Any) -> float | None:
         schedule = info.data.get("schedule")
         users = ("cosine", "inverse") if info.field_name == "lr_period" else ("cosine",)
         if value is None and schedule in users:

@@ -45,7 +45,7 @@ from raydpfl.models.norms import group_norm
 from raydpfl.models.shared_and_local import (
     ParameterSplit,
     flatten,
-    is_still,
+    has_frozen_buffer,
     load,
     parameter_count,
     set_trained,
@@ -55,6 +55,6 @@ from raydpfl.models.tasks import Classification, Form, Target  # noqa: F401  (th
 
 __all__ = [
     "FAMILY", "Lora", "Model", "Module", "ParameterSplit", "activations", "adapt", "adapters",
-    "build", "factory", "flatten", "group_norm", "is_still", "load", "merged", "parameter_count",
-    "parse", "set_trained", "trained",
+    "build", "factory", "flatten", "group_norm", "has_frozen_buffer", "load", "merged",
+    "parameter_count", "parse", "set_trained", "trained",
 ]  # fmt: skip

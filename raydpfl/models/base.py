@@ -26,9 +26,9 @@ class Model(Member):
     sets.
     """
 
-    classifies: ClassVar[bool] = False  # whether it is for classes alone
-    named: ClassVar[frozenset[str]] = frozenset({"init"})
-    newer: ClassVar[frozenset[str]] = frozenset({"init", "frozen", "local", "lora"})
+    is_classifier: ClassVar[bool] = False  # whether it is for classes alone
+    file_fields: ClassVar[frozenset[str]] = frozenset({"init"})
+    added_fields: ClassVar[frozenset[str]] = frozenset({"init", "frozen", "local", "lora"})
 
     init: str | None = Field(
         default=None,
@@ -72,7 +72,7 @@ class Model(Member):
         if len(form.outputs) != 1:
             expected = "char_lstm, transformer or one of your own: there is a target per position"
             raise ConfigError("model.kind", self.kind, expected)
-        if self.classifies and not form.target.classes:
+        if self.is_classifier and not form.target.classes:
             expected = "linear, mlp or another that is no classifier"
             reason = "the targets of the data are numbers, not classes"
             raise ConfigError("model.kind", self.kind, f"{expected}: {reason}")
@@ -106,8 +106,8 @@ class Model(Member):
             exclusions += (f"{file}, and the data they are of",)
         if self.local:
             part = f"each client's own part of the model (model.local: {', '.join(self.local)})"
-            unseen = "it is not released, and no epsilon covers it against who sees it there"
-            exclusions += (f"{part}: {unseen}",)
+            reason = "it is not released, and no epsilon covers it against who sees it there"
+            exclusions += (f"{part}: {reason}",)
         return exclusions
 
     def meaning(self) -> dict[str, Any]:
@@ -121,12 +121,12 @@ class Model(Member):
             expected = f"a file of weights, or the directory of a run that has ended ({error})"
             raise ConfigError("model.init", self.init, expected) from None
 
-    def image(self, shape: Shape, least: int) -> Shape:
-        """`shape` if it is (channels, height, width) with height and width at least `least`; else
-        raises `ConfigError`.
+    def image(self, shape: Shape, min_size: int) -> Shape:
+        """`shape` if it is (channels, height, width) with height and width at least `min_size`;
+        else raises `ConfigError`.
         """
-        if len(shape) != 3 or min(shape[1:]) < least:
-            images = f"images (channels, height, width), {least} x {least} or more"
+        if len(shape) != 3 or min(shape[1:]) < min_size:
+            images = f"images (channels, height, width), {min_size} x {min_size} or more"
             expected = f"a model for samples of shape {shape}; this one takes {images}"
             raise ConfigError("model.kind", self.kind, expected)
         return shape
@@ -135,7 +135,7 @@ class Model(Member):
 class Net(Model):
     """Base of the structured nets, each hidden layer of which may be narrower, or wider."""
 
-    newer: ClassVar[frozenset[str]] = Model.newer | {"width"}
+    added_fields: ClassVar[frozenset[str]] = Model.added_fields | {"width"}
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"width": 0.1},)
 
     width: float = Field(
@@ -162,5 +162,5 @@ def dense(
     """These layers, their outputs flattened, then linear layers from one of the widths to the
     next, each with an activation behind it, and a linear one to the outputs.
     """
-    hidden = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), activation())]
-    return nn.Sequential(*layers, nn.Flatten(), *hidden, nn.Linear(widths[-1], outputs))
+    inner = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), activation())]
+    return nn.Sequential(*layers, nn.Flatten(), *inner, nn.Linear(widths[-1], outputs))

@@ -11,11 +11,11 @@ from torch import nn
 
 from raydpfl.config import registry
 from raydpfl.core.prng import Purpose, keyed_globals, stream, torch_stream
-from raydpfl.core.signals import limited
-from raydpfl.errors import RAISED, ConfigError, in_line
+from raydpfl.core.signals import time_limit
+from raydpfl.errors import USER_EXCEPTIONS, ConfigError, located_message
 from raydpfl.models import shared_and_local
 from raydpfl.models.base import Model
-from raydpfl.models.hidden_state import changed, kept
+from raydpfl.models.hidden_state import changed_names, python_state
 from raydpfl.models.lora import adapt, adapters
 from raydpfl.models.networks import FAMILY, hugging_face
 from raydpfl.models.networks.hugging_face import HuggingFace
@@ -26,7 +26,7 @@ from raydpfl.models.shared_and_local import (
     freeze,
     parameter_count,
     set_local,
-    unsettled,
+    shared_batch_norms,
 )
 from raydpfl.models.tasks import Classification, Form, Target  # noqa: F401  (the examples above)
 from raydpfl.models.weights import fill
@@ -43,10 +43,10 @@ def parse(values: Mapping[str, Any]) -> Model:
     """
     kind = values.get("kind") if isinstance(values, Mapping) else None
     family = dict(FAMILY)
-    if registry.is_path(kind) and kind not in FAMILY and registry.imports("model"):
+    if registry.is_path(kind) and kind not in FAMILY and registry.is_import_allowed("model"):
         model = factory(kind)
         if not (isinstance(model, type) and issubclass(model, Model)):
-            family[kind] = HuggingFace if hugging_face.is_one(model) else Module
+            family[kind] = HuggingFace if hugging_face.is_transformers_class(model) else Module
     return registry.choose("model", values, family, Model)
 
 
@@ -63,7 +63,7 @@ def build(model: Model, form: Form, seed: int) -> nn.Module:
         torch.set_rng_state(torch_stream(seed, Purpose.MODEL).get_state())
         module = model.of(form)
         if not isinstance(module, nn.Module):
-            raise _refuse(model, f"a torch.nn.Module, not {type(module).__name__}")
+            raise _kind_error(model, f"a torch.nn.Module, not {type(module).__name__}")
         _scores(module.eval(), model, form)  # also gives lazy layers their parameters
         if model.lora is not None:
             adapt(module, model.lora, partial(_scores, module.train(), model, form))
@@ -76,15 +76,15 @@ def build(model: Model, form: Form, seed: int) -> nn.Module:
 
 def _divide(module: nn.Module, model: Model) -> None:
     """Marks what of a module is frozen, and what each client has of its own."""
-    still = chosen("model.frozen", model.frozen, module)
-    own = chosen("model.local", model.local, module)
-    both = sorted(still & own)
-    if both:
-        expected = f"patterns of what model.frozen has not; {both[0]} is in both"
+    frozen_names = chosen("model.frozen", model.frozen, module)
+    local_names = chosen("model.local", model.local, module)
+    overlap = sorted(frozen_names & local_names)
+    if overlap:
+        expected = f"patterns of what model.frozen has not; {overlap[0]} is in both"
         raise ConfigError("model.local", list(model.local), expected)
-    freeze(module, still)
-    set_local(module, own)
-    if own and not ParameterSplit.of(module).own:
+    freeze(module, frozen_names)
+    set_local(module, local_names)
+    if local_names and not ParameterSplit.of(module).own:
         expected = "patterns of parameters that are trained, or of buffers"
         raise ConfigError("model.local", list(model.local), expected)
 
@@ -93,31 +93,31 @@ def _parts(module: nn.Module) -> tuple[set[str], ...]:
     """The names that a file of weights may lack: of a model with adapters it may be of the module
     without them, or of what is trained.
     """
-    added = adapters(module)
-    if not added:
+    adapter_names = adapters(module)
+    if not adapter_names:
         return ()
-    every = module.named_parameters(remove_duplicate=False)
-    trained = {name for name, parameter in every if parameter.requires_grad}
-    return added, set(module.state_dict()) - trained
+    named_parameters = module.named_parameters(remove_duplicate=False)
+    trained_names = {name for name, parameter in named_parameters if parameter.requires_grad}
+    return adapter_names, set(module.state_dict()) - trained_names
 
 
 def _check(module: nn.Module, model: Model, form: Form) -> None:
     """Raises `ConfigError` for a module that cannot be trained; see `build`."""
-    mixing = unsettled(module)
-    if mixing:
-        expected = f"a module without BatchNorm ({mixing[0]}), which mixes samples"
-        raise _refuse(model, f"{expected}; {REMEDY}")
+    batch_norms = shared_batch_norms(module)
+    if batch_norms:
+        expected = f"a module without BatchNorm ({batch_norms[0]}), which mixes samples"
+        raise _kind_error(model, f"{expected}; {REMEDY}")
     _check_forward(module, model, form)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.dtype != torch.float32 and (tensor.is_floating_point() or tensor.is_complex()):
-            raise _refuse(model, f"a float32 module; {name} is {tensor.dtype}")
+            raise _kind_error(model, f"a float32 module; {name} is {tensor.dtype}")
     if parameter_count(module):
         return
     for field, patterns in (("local", model.local), ("frozen", model.frozen)):
         if patterns:
             expected = "patterns that leave parameters to be trained and sent"
             raise ConfigError(f"model.{field}", list(patterns), expected)
-    raise _refuse(model, "a module with trainable parameters")
+    raise _kind_error(model, "a module with trainable parameters")
 
 
 def _scores(
@@ -125,53 +125,54 @@ def _scores(
 ) -> Any:
     """What a module gives for a batch of 2. Raises `ConfigError` for one that does not take it."""
     try:
-        late = TimeoutError(f"its forward takes more than {FORWARD:g} s for 2 samples")
-        with torch.no_grad(), limited(FORWARD, late):
+        timeout = TimeoutError(f"its forward takes more than {FORWARD:g} s for 2 samples")
+        with torch.no_grad(), time_limit(FORWARD, timeout):
             return module(form.inputs(2, generator))
-    except RAISED as error:  # a user's module may raise anything
-        taken = f"{form.dtype} {['batch', *form.shape]}"
-        raise _refuse(model, f"a module that takes {taken} ({in_line(error)})") from None
+    except USER_EXCEPTIONS as error:  # a user's module may raise anything
+        expected = f"a module that takes {form.dtype} {['batch', *form.shape]}"
+        raise _kind_error(model, f"{expected} ({located_message(error)})") from None
 
 
 def _check_forward(module: nn.Module, model: Model, form: Form) -> None:
     """Raises `ConfigError` for what a forward pass in training gives, changes or keeps."""
-    taken = f"{form.dtype} {['batch', *form.shape]}"
-    own = shared_and_local.joined(shared_and_local.local_buffers(module))
+    input_text = f"{form.dtype} {['batch', *form.shape]}"
+    local_values = shared_and_local.concatenate(shared_and_local.local_buffers(module))
     _scores(module.train(), model, form)
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    state = kept(module)
+    state = python_state(module)
     scores = _scores(module, model, form, stream(0, Purpose.DATA))
     if not isinstance(scores, torch.Tensor) or scores.shape != (2, *form.outputs):
-        got = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-        returned = ", ".join(map(str, ["batch", *form.outputs]))
-        expected = f"a module that returns [{returned}] for {taken}"
-        raise _refuse(model, f"{expected}; for a batch of 2 it returns {got}")
+        actual = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+        output_text = ", ".join(map(str, ["batch", *form.outputs]))
+        expected = f"a module that returns [{output_text}] for {input_text}"
+        raise _kind_error(model, f"{expected}; for a batch of 2 it returns {actual}")
+    local_names = shared_and_local.local_names(module)
     for name, buffer in module.named_buffers():
-        if not torch.equal(buffer, before[name]) and name not in shared_and_local.local(module):
+        if not torch.equal(buffer, before[name]) and name not in local_names:
             expected = "a module that changes no buffer in training"
             remedy = "model.frozen keeps it as it is, model.local leaves it to each client"
-            raise _refuse(model, f"{expected}; {name} changes ({remedy})")
-    shared_and_local.fill(shared_and_local.local_buffers(module), own)
-    names = ", ".join(changed(state, kept(module))[:5])
+            raise _kind_error(model, f"{expected}; {name} changes ({remedy})")
+    shared_and_local.fill(shared_and_local.local_buffers(module), local_values)
+    names = ", ".join(changed_names(state, python_state(module))[:5])
     if names:
         expected = "a module that keeps nothing from one batch to the next"
-        raise _refuse(model, f"{expected}; {names} changes")
+        raise _kind_error(model, f"{expected}; {names} changes")
 
 
-def _refuse(model: Model, expected: str) -> ConfigError:
+def _kind_error(model: Model, expected: str) -> ConfigError:
     return ConfigError("model.kind", model.kind, expected)
 
 
 def activations(module: nn.Module, form: Form) -> int:
     """How many numbers the layers of a module give for a sample of this form."""
-    counted: list[int] = []
+    counts: list[int] = []
 
     def count(layer: nn.Module, inputs: Any, outputs: Any) -> None:
-        counted.extend(tensor.numel() for tensor in (outputs,) if isinstance(tensor, torch.Tensor))
+        counts.extend(tensor.numel() for tensor in (outputs,) if isinstance(tensor, torch.Tensor))
 
-    tried = copy.deepcopy(module)
-    for layer in tried.modules():
+    module_copy = copy.deepcopy(module)
+    for layer in module_copy.modules():
         layer.register_forward_hook(count)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        tried(form.inputs(1))
-    return sum(counted)
+        module_copy(form.inputs(1))
+    return sum(counts)

@@ -36,7 +36,7 @@ class Histogram(Section):
     high: float = Field(default=1.0, description="of the last one")
 
     @model_validator(mode="after")
-    def _ordered(self) -> Histogram:
+    def _check_range(self) -> Histogram:
         if not self.low < self.high:
             expected = f"above evaluate.histogram.low, {self.low:g}"
             raise ConfigError("evaluate.histogram.high", self.high, expected)
@@ -51,8 +51,8 @@ class Histogram(Section):
         """How many clients are in each bin, float64 [bins], of their scores, float64 [clients]; one
         without a score (NaN) is in none.
         """
-        finite = np.clip(values[~np.isnan(values)], self.low, self.high)
-        return np.histogram(finite, self.edges)[0].astype(np.float64)
+        finite_values = np.clip(values[~np.isnan(values)], self.low, self.high)
+        return np.histogram(finite_values, self.edges)[0].astype(np.float64)
 
     def shares(self, counts: np.ndarray) -> np.ndarray | None:
         """The shares of clients at or below the upper edges, float64 [bins], which rise to 1, from
@@ -61,11 +61,11 @@ class Histogram(Section):
         total = counts.sum()
         if not total > 0:
             return None
-        below = np.clip(np.cumsum(counts) / total, 0.0, 1.0)
-        below[-1] = 1.0
-        before = np.maximum.accumulate(below)
-        after = np.minimum.accumulate(below[::-1])[::-1]
-        return (before + after) / 2
+        cumulative_shares = np.clip(np.cumsum(counts) / total, 0.0, 1.0)
+        cumulative_shares[-1] = 1.0
+        running_max = np.maximum.accumulate(cumulative_shares)
+        running_min = np.minimum.accumulate(cumulative_shares[::-1])[::-1]
+        return (running_max + running_min) / 2
 
     def statistics(self, counts: np.ndarray, worse: int) -> dict[str, float] | None:
         """Mean, standard deviation, quantiles and the mean of the worst tenth, by the names of
@@ -82,25 +82,25 @@ class Histogram(Section):
         middles = (edges[1:] + edges[:-1]) / 2
         bins = np.diff(shares, prepend=0.0)
         mean = float(bins @ middles)
-        tenth = np.linspace(0.0, 0.1, _POINTS) if worse < 0 else np.linspace(0.9, 1.0, _POINTS)
+        levels = np.linspace(0.0, 0.1, _POINTS) if worse < 0 else np.linspace(0.9, 1.0, _POINTS)
         p10, p50, p90 = _quantiles(shares, edges, np.array([0.1, 0.5, 0.9])).tolist()
-        worst = _quantiles(shares, edges, tenth)
+        tail_scores = _quantiles(shares, edges, levels)
         return {
             "mean": mean,
             "std": float(np.sqrt(bins @ (middles - mean) ** 2)),
             "p10": p10,
             "p50": p50,
             "p90": p90,
-            "worst_tenth": float(((worst[1:] + worst[:-1]) / 2).mean()),
+            "worst_tenth": float(((tail_scores[1:] + tail_scores[:-1]) / 2).mean()),
         }
 
 
-def _quantiles(shares: np.ndarray, edges: np.ndarray, at: np.ndarray) -> np.ndarray:
+def _quantiles(shares: np.ndarray, edges: np.ndarray, levels: np.ndarray) -> np.ndarray:
     """Where these shares, float64 [n], of clients are below: float64 [n]."""
-    rising = np.concatenate([[0.0], shares])
+    cumulative_shares = np.concatenate([[0.0], shares])
     # of edges with one share the last before it rises, and the first of those at its end
-    place = np.clip(np.searchsorted(rising, at, side="left"), 1, len(shares))
-    low = rising[place - 1]
-    high = rising[place]
-    within = np.where(high > low, (at - low) / np.where(high > low, high - low, 1.0), 0.0)
-    return edges[place - 1] + within * (edges[place] - edges[place - 1])
+    place = np.clip(np.searchsorted(cumulative_shares, levels, side="left"), 1, len(shares))
+    low = cumulative_shares[place - 1]
+    high = cumulative_shares[place]
+    fractions = np.where(high > low, (levels - low) / np.where(high > low, high - low, 1.0), 0.0)
+    return edges[place - 1] + fractions * (edges[place] - edges[place - 1])

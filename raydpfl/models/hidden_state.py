@@ -6,9 +6,9 @@
 ...         self.calls += 1
 ...         return x
 >>> module = Counts()
->>> before = kept(module)
+>>> before = python_state(module)
 >>> _ = module(torch.ones(1))
->>> changed(before, kept(module))
+>>> changed_names(before, python_state(module))
 ['calls']
 
 A client's update must not depend on who was trained before it in the same process. Numbers, texts,
@@ -26,27 +26,27 @@ import numpy as np
 import torch
 from torch import nn
 
-LARGE = 1 << 16  # bytes of an array whose contents are not looked at
-LONG = 1000  # entries of a container that are not looked at
-DEEP = 4  # containers within containers
-INNER = {*vars(nn.Module()), "__annotations__"}
-INSTALLED = (
+MAX_ARRAY_BYTES = 1 << 16  # bytes of an array whose contents are not looked at
+MAX_ENTRIES = 1000  # entries of a container that are not looked at
+MAX_DEPTH = 4  # containers within containers
+MODULE_ATTRIBUTES = {*vars(nn.Module()), "__annotations__"}
+LIBRARY_PACKAGES = (
     "torch", "torchvision", "transformers", "raydpfl", "numpy", "builtins", "functools",
 )  # fmt: skip
 
 
-def kept(*things: Any) -> dict[str, bytes]:
-    """By name, a text of all that they and their files keep. `things`: modules, or members of the
+def python_state(*roots: Any) -> dict[str, bytes]:
+    """By name, a text of all that they and their files keep. `roots`: modules, or members of the
     user's own.
     """
     texts: dict[str, bytes] = {}
     files: dict[str, ModuleType] = {}
-    for thing in things:
-        parts = thing.named_modules() if isinstance(thing, nn.Module) else [("", thing)]
+    for root in roots:
+        parts = root.named_modules() if isinstance(root, nn.Module) else [("", root)]
         for name, part in parts:
             for cls in type(part).__mro__:
                 file = sys.modules.get(cls.__module__)
-                if file and cls.__module__.partition(".")[0] not in INSTALLED:
+                if file and cls.__module__.partition(".")[0] not in LIBRARY_PACKAGES:
                     files[cls.__module__] = file
                     _take(texts, vars(cls), f"{cls.__qualname__}.")
             if isinstance(part, nn.Module):
@@ -56,15 +56,15 @@ def kept(*things: Any) -> dict[str, bytes]:
     return texts
 
 
-def changed(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
+def changed_names(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
     """The names of what is not as it was."""
     return [name for name in before | after if before.get(name) != after.get(name)]
 
 
 def _take(texts: dict[str, bytes], values: Any, prefix: str) -> None:
     for name, value in values.items():
-        if name not in INNER and not name.startswith("__"):
-            text = _text(value, DEEP)
+        if name not in MODULE_ATTRIBUTES and not name.startswith("__"):
+            text = _text(value, MAX_DEPTH)
             if text is not None:
                 texts[prefix + name] = text
 
@@ -80,9 +80,9 @@ def _text(value: Any, depth: int) -> bytes | None:
     if isinstance(value, (np.random.Generator, np.random.RandomState)):
         return pickle.dumps(value)
     if isinstance(value, np.ndarray):
-        small = value.nbytes <= LARGE and not value.dtype.hasobject
+        small = value.nbytes <= MAX_ARRAY_BYTES and not value.dtype.hasobject
         return pickle.dumps((value.shape, value.tobytes() if small else None))
-    if isinstance(value, (dict, list, tuple, set, frozenset)) and len(value) > LONG:
+    if isinstance(value, (dict, list, tuple, set, frozenset)) and len(value) > MAX_ENTRIES:
         return str(len(value)).encode()
     if depth and isinstance(value, dict):
         return b"".join(

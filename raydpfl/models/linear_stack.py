@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from raydpfl.errors import RAISED
+from raydpfl.errors import USER_EXCEPTIONS
 
 aten = torch.ops.aten
 
@@ -77,7 +77,7 @@ TANH = Activation("tanh", torch.tanh_, aten.tanh_backward)
 SIGMOID = Activation("sigmoid", torch.sigmoid_, aten.sigmoid_backward)
 
 
-def _leaky(slope: float) -> Activation:
+def _leaky_relu(slope: float) -> Activation:
     if slope <= 0:
         raise NoStack(
             f"the output of a leaky ReLU of slope {slope:g} does not tell the sign of its input"
@@ -93,7 +93,7 @@ ACTIVATIONS: dict[Any, Activation] = {
 }  # fmt: skip
 
 
-Found = Activation | tuple[Tensor, Tensor | None] | None
+Step = Activation | tuple[Tensor, Tensor | None] | None
 
 
 def stack(module: nn.Module) -> tuple[Layer, ...]:
@@ -103,19 +103,19 @@ def stack(module: nn.Module) -> tuple[Layer, ...]:
     an active Dropout, a branch, control flow that torch.fx cannot follow. A `view` is taken for a
     flatten; whether it is one shows when the backend is checked.
     """
-    places = places_of(module)
+    places = parameter_offsets(module)
     layers: list[Layer] = []
     activation = None
-    for call in backwards(module):
-        step = step_of(call)
+    for call in reverse_calls(module):
+        step = read_step(call)
         if isinstance(step, Activation):
             if activation:
                 raise NoStack(f"{activation.name} follows {step.name}")
             activation = step
         elif step is not None:
             weight, bias = step
-            at = taken(places, weight, bias)
-            layers.append(Layer(weight.shape[1], weight.shape[0], *at, activation))
+            offsets = taken(places, weight, bias)
+            layers.append(Layer(weight.shape[1], weight.shape[0], *offsets, activation))
             activation = None
     if not layers or activation or places:
         raise NoStack("it is more than linear layers and activations after them")
@@ -130,7 +130,7 @@ class Call:
     node: fx.Node
 
 
-def backwards(module: nn.Module) -> Iterator[nn.Module | Call]:
+def reverse_calls(module: nn.Module) -> Iterator[nn.Module | Call]:
     """The layers and calls from the module's output back to its input, each taking what the next
     one gives. Raises `NoStack` where they do not lead there.
     """
@@ -138,7 +138,7 @@ def backwards(module: nn.Module) -> Iterator[nn.Module | Call]:
     try:
         with _TRACING:
             graph = fx.Tracer().trace(root)
-    except RAISED as error:  # whatever the module's own code does when it runs on proxies
+    except USER_EXCEPTIONS as error:  # whatever the module's own code does when it runs on proxies
         raise NoStack(f"torch.fx cannot follow it ({type(error).__name__})") from None
     node = next(node for node in graph.nodes if node.op == "output").args[0]
     while isinstance(node, fx.Node) and node.op != "placeholder":
@@ -149,7 +149,7 @@ def backwards(module: nn.Module) -> Iterator[nn.Module | Call]:
         raise NoStack("it is more than layers one after another")
 
 
-def places_of(module: nn.Module) -> dict[int, int]:
+def parameter_offsets(module: nn.Module) -> dict[int, int]:
     """Where each trainable parameter, by its id, begins in the flat vector."""
     places = {}
     place = 0
@@ -167,12 +167,12 @@ def taken(places: dict[int, int], weight: Tensor, bias: Tensor | None) -> tuple[
     return places.pop(id(weight)), None if bias is None else places.pop(id(bias))
 
 
-def step_of(call: nn.Module | Call) -> Found:
+def read_step(call: nn.Module | Call) -> Step:
     """The activation, the (weight, bias) of the linear layer, or None for what changes nothing but
     the shape.
     """
     if isinstance(call, nn.Module):
-        return _of_module(call)
+        return _module_step(call)
     node = call.node
     arguments = node.args[1:]
     if node.op in ("call_function", "call_method") and node.target in ACTIVATIONS:
@@ -181,9 +181,9 @@ def step_of(call: nn.Module | Call) -> Found:
         slope = arguments[0] if arguments else node.kwargs.get("negative_slope", 0.01)
         if not isinstance(slope, (int, float)):
             raise NoStack("a leaky ReLU whose slope is computed is not supported")
-        return _leaky(slope)
+        return _leaky_relu(slope)
     if node.target is F.linear:
-        return _of_function(call)
+        return _linear_parameters(call)
     if node.target in (torch.flatten, "flatten"):
         if arguments == (1,) or node.kwargs.get("start_dim") == 1:
             return None
@@ -194,15 +194,15 @@ def step_of(call: nn.Module | Call) -> Found:
     raise NoStack(f"{getattr(node.target, '__name__', node.target)} is not supported")
 
 
-def _of_module(module: nn.Module) -> Found:
-    """What a module within the stack is; see `step_of`."""
-    check_unhooked(module)
+def _module_step(module: nn.Module) -> Step:
+    """What a module within the stack is; see `read_step`."""
+    check_no_hooks(module)
     if type(module) is nn.Linear:
         return module.weight, module.bias
     if type(module) in ACTIVATIONS:
         return ACTIVATIONS[type(module)]
     if type(module) is nn.LeakyReLU:
-        return _leaky(module.negative_slope)
+        return _leaky_relu(module.negative_slope)
     flat = isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1)
     idle = isinstance(module, nn.Dropout) and module.p == 0
     if flat or idle or isinstance(module, nn.Identity):
@@ -210,7 +210,7 @@ def _of_module(module: nn.Module) -> Found:
     raise NoStack(f"{type(module).__name__} is not supported")
 
 
-def check_unhooked(module: nn.Module) -> None:
+def check_no_hooks(module: nn.Module) -> None:
     """Raises `NoStack` for a layer with hooks."""
     if (
         module._forward_hooks
@@ -221,11 +221,11 @@ def check_unhooked(module: nn.Module) -> None:
         raise NoStack(f"{type(module).__name__} with hooks is not supported")
 
 
-def _of_function(call: Call) -> tuple[Tensor, Tensor | None]:
+def _linear_parameters(call: Call) -> tuple[Tensor, Tensor | None]:
     """The (weight, bias) of a call of `torch.nn.functional.linear`."""
     node = call.node
-    named = [node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs]
-    weight, *bias = (_attribute(call.root, source) for source in (*node.args[1:], *named))
+    keyword_nodes = [node.kwargs[name] for name in ("weight", "bias") if name in node.kwargs]
+    weight, *bias = (_attribute(call.root, source) for source in (*node.args[1:], *keyword_nodes))
     if weight is None:
         raise NoStack("a linear layer without weight is not supported")
     return weight, bias[0] if bias else None

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from raydpfl.errors import ConfigError
 from raydpfl.models.shared_and_local import chosen
 
-LISTED = 6  # layers that a message names
+MAX_NAMES = 6  # layers that a message names
 A = "lora_A"
 B = "lora_B"
 
@@ -68,15 +68,15 @@ def adapt(module: nn.Module, lora: Lora, forward: Callable[[], Any]) -> None:
     Raises:
         ConfigError: for a pattern that chooses nothing.
     """
-    trained = chosen("model.lora.trained", lora.trained, module)
+    trained_names = chosen("model.lora.trained", lora.trained, module)
     layers = _linear_layers(module, forward)
-    whole = {name for name in layers if f"{name}.weight".lstrip(".") in trained}
-    targets = _targets(lora, [name for name in layers if name not in whole])
+    trained_layers = {name for name in layers if f"{name}.weight".lstrip(".") in trained_names}
+    targets = _targets(lora, [name for name in layers if name not in trained_layers])
     names: dict[int, set[str]] = {}  # those of a tied parameter are of one
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
     for parameter in module.parameters():
-        parameter.requires_grad_(not trained.isdisjoint(names[id(parameter)]))
+        parameter.requires_grad_(not trained_names.isdisjoint(names[id(parameter)]))
     for name in targets:
         layer = layers[name]
         inputs, outputs = _widths(layer)
@@ -84,31 +84,31 @@ def adapt(module: nn.Module, lora: Lora, forward: Callable[[], Any]) -> None:
         layer.add_module(B, nn.Linear(lora.rank, outputs, bias=False))
         nn.init.zeros_(layer.get_parameter(f"{B}.weight"))
         layer.get_parameter(f"{A}.weight").requires_grad_(not lora.freeze_a)
-        layer.register_forward_hook(partial(_adapted, lora.scale), with_kwargs=True)
+        layer.register_forward_hook(partial(_adapter_hook, lora.scale), with_kwargs=True)
 
 
 def _targets(lora: Lora, names: list[str]) -> list[str]:
     """The names that some pattern chooses."""
-    found: dict[str, None] = {}
+    target_names: dict[str, None] = {}
     for pattern in lora.targets:
-        here = [name for name in names if fnmatchcase(f".{name}", f"*.{pattern}")]
-        if not here:
-            more = ", ..." if len(names) > LISTED else ""
-            there = ", ".join(names[:LISTED]) or "it has none"
-            expected = f"linear layers that the model calls, or patterns of them: {there}{more}"
+        matches = [name for name in names if fnmatchcase(f".{name}", f"*.{pattern}")]
+        if not matches:
+            ellipsis = ", ..." if len(names) > MAX_NAMES else ""
+            text = ", ".join(names[:MAX_NAMES]) or "it has none"
+            expected = f"linear layers that the model calls, or patterns of them: {text}{ellipsis}"
             raise ConfigError("model.lora.targets", pattern, expected)
-        found |= dict.fromkeys(here)
-    return list(found)
+        target_names |= dict.fromkeys(matches)
+    return list(target_names)
 
 
 def _linear_layers(module: nn.Module, forward: Callable[[], Any]) -> dict[str, nn.Module]:
     """The linear layers that are called in a pass, by name: others are used by their weights alone,
     as in `nn.MultiheadAttention`.
     """
-    called: set[int] = set()
+    called_ids: set[int] = set()
 
     def note(layer: nn.Module, inputs: Any, outputs: Any) -> None:
-        called.add(id(layer))
+        called_ids.add(id(layer))
 
     linear = {
         name: layer
@@ -121,7 +121,7 @@ def _linear_layers(module: nn.Module, forward: Callable[[], Any]) -> dict[str, n
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: layer for name, layer in linear.items() if id(layer) in called}
+    return {name: layer for name, layer in linear.items() if id(layer) in called_ids}
 
 
 def _is_transposed(layer: nn.Module) -> bool:
@@ -132,15 +132,15 @@ def _is_transposed(layer: nn.Module) -> bool:
 
 def _widths(layer: nn.Module) -> tuple[int, int]:
     """(inputs, outputs) of a linear layer."""
-    first, last = layer.get_parameter("weight").shape
-    return (first, last) if _is_transposed(layer) else (last, first)
+    rows, columns = layer.get_parameter("weight").shape
+    return (rows, columns) if _is_transposed(layer) else (columns, rows)
 
 
-def _adapted(
-    scale: float, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], outputs: Any
+def _adapter_hook(
+    scale: float, layer: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
 ) -> Tensor:
     """A hook after forward."""
-    x = inputs[0] if inputs else next(iter(named.values()))
+    x = inputs[0] if inputs else next(iter(kwargs.values()))
     return outputs + layer.get_submodule(B)(scale * layer.get_submodule(A)(x))
 
 
@@ -150,33 +150,33 @@ def adapters(module: nn.Module) -> set[str]:
     return {name for name in names if name.split(".")[-2:-1] in ([A], [B])}
 
 
-def halves(layer: nn.Module) -> tuple[nn.Parameter, ...]:
+def adapter_factors(layer: nn.Module) -> tuple[nn.Parameter, ...]:
     """A and B of a layer's adapter; nothing where it has none."""
-    own = dict(layer.named_parameters())
+    parameters = dict(layer.named_parameters())
     names = (f"{A}.weight", f"{B}.weight")
-    return tuple(own[name] for name in names if name in own)
+    return tuple(parameters[name] for name in names if name in parameters)
 
 
-def take_off(layer: nn.Module) -> float | None:
+def remove_adapter(layer: nn.Module) -> float | None:
     """Takes a layer's adapter out of its forward, in place, which is then that of the frozen layer.
 
     Returns:
         The adapter's scale; None, and nothing is changed, where there is none, or where the layer
         is of a class of its own or does something else as well.
     """
-    kept = layer._forward_hooks
-    hooks = list(kept.values())
-    if len(hooks) != 1 or not isinstance(hooks[0], partial) or hooks[0].func is not _adapted:
+    hook_registry = layer._forward_hooks
+    hooks = list(hook_registry.values())
+    if len(hooks) != 1 or not isinstance(hooks[0], partial) or hooks[0].func is not _adapter_hook:
         return None
     if type(layer) is not nn.Linear and not _is_transposed(layer):
         return None
-    (place,) = kept
-    del kept[place]
+    (place,) = hook_registry
+    del hook_registry[place]
     layer._forward_hooks_with_kwargs.pop(place, None)
     return hooks[0].args[0]
 
 
-def inputs_first(layer: nn.Module) -> Tensor:
+def input_major_weight(layer: nn.Module) -> Tensor:
     """The weight of a linear layer, [in, out]."""
     weight = layer.get_parameter("weight")
     return weight if _is_transposed(layer) else weight.T
@@ -187,15 +187,15 @@ def merged(module: nn.Module) -> dict[str, Tensor]:
     the names that they had before. Raises `ConfigError` where there is none, as another layer has
     the weight of an adapted one too.
     """
-    added = adapters(module)
-    tensors = {name: part for name, part in module.state_dict().items() if name not in added}
+    names = adapters(module)
+    tensors = {name: part for name, part in module.state_dict().items() if name not in names}
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     for layer in module.modules():
         for weight in layer.parameters(recurse=False):
             owners.setdefault(weight, set()).add(layer)
     for prefix, layer in module.named_modules(remove_duplicate=False):
         for hook in layer._forward_hooks.values():
-            if isinstance(hook, partial) and hook.func is _adapted:
+            if isinstance(hook, partial) and hook.func is _adapter_hook:
                 name = f"{prefix}.weight".lstrip(".")
                 if len(owners[layer.get_parameter("weight")]) > 1:
                     expected = f"none of this model: other layers have the weight of {name} too, "

@@ -44,16 +44,16 @@ def chosen(field: str, patterns: Iterable[str], module: nn.Module) -> set[str]:
     """
     parameters = module.named_parameters(remove_duplicate=False)
     names = [name for name, _ in (*parameters, *module.named_buffers(remove_duplicate=False))]
-    found: set[str] = set()
+    matched_names: set[str] = set()
     for pattern in patterns:
-        here = [name for name in names if fnmatchcase(name, pattern)]
-        if not here:
-            more = ", ..." if len(names) > NAMES else ""
+        matches = [name for name in names if fnmatchcase(name, pattern)]
+        if not matches:
+            ellipsis = ", ..." if len(names) > NAMES else ""
             expected = f"names that the model has, or patterns of them: {', '.join(names[:NAMES])}"
-            near = hints.nearest(pattern.rstrip("*?."), _parts(names))
-            raise ConfigError(field, pattern, f"{expected}{more}{near}")
-        found.update(here)
-    return found
+            hint = hints.nearest_key_hint(pattern.rstrip("*?."), _parts(names))
+            raise ConfigError(field, pattern, f"{expected}{ellipsis}{hint}")
+        matched_names.update(matches)
+    return matched_names
 
 
 def _parts(names: Iterable[str]) -> list[str]:
@@ -71,38 +71,38 @@ def freeze(module: nn.Module, names: Set[str]) -> None:
         if name in names:
             parameter.requires_grad_(False)
     for layer, buffers in _buffers(module):
-        if buffers & names and not is_still(layer):
-            layer.register_forward_pre_hook(_evaluates)
+        if buffers & names and not has_frozen_buffer(layer):
+            layer.register_forward_pre_hook(_evaluation_hook)
 
 
 def _buffers(module: nn.Module) -> list[tuple[nn.Module, set[str]]]:
     """Each layer that has buffers of its own, and their names."""
     layers = []
     for prefix, layer in module.named_modules():
-        own = {f"{prefix}.{name}".lstrip(".") for name, _ in layer.named_buffers(recurse=False)}
-        if own:
-            layers.append((layer, own))
+        names = {f"{prefix}.{name}".lstrip(".") for name, _ in layer.named_buffers(recurse=False)}
+        if names:
+            layers.append((layer, names))
     return layers
 
 
-def _evaluates(layer: nn.Module, inputs: Any) -> None:
+def _evaluation_hook(layer: nn.Module, inputs: Any) -> None:
     """A hook before forward."""
     layer.training = False
 
 
-def unsettled(module: nn.Module) -> list[str]:
+def shared_batch_norms(module: nn.Module) -> list[str]:
     """The BatchNorms, by name, whose statistics are neither frozen nor each client's own."""
-    layers = [layer for layer, buffers in _buffers(module) if buffers <= local(module)]
+    layers = [layer for layer, buffers in _buffers(module) if buffers <= local_names(module)]
     return [
         name or "itself"
         for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and not is_still(layer) and layer not in layers
+        if isinstance(layer, _BatchNorm) and not has_frozen_buffer(layer) and layer not in layers
     ]
 
 
-def is_still(layer: nn.Module) -> bool:
+def has_frozen_buffer(layer: nn.Module) -> bool:
     """Whether a layer has a frozen buffer, and so is never in training mode."""
-    return _evaluates in layer._forward_pre_hooks.values()
+    return _evaluation_hook in layer._forward_pre_hooks.values()
 
 
 def set_local(module: nn.Module, names: Set[str]) -> None:
@@ -110,49 +110,49 @@ def set_local(module: nn.Module, names: Set[str]) -> None:
     vars(module)[LOCAL] = frozenset(names)
 
 
-def local(module: nn.Module) -> frozenset[str]:
+def local_names(module: nn.Module) -> frozenset[str]:
     """The names of what stays with each client."""
     return vars(module).get(LOCAL, frozenset())
 
 
 def _trainable(module: nn.Module) -> list[tuple[nn.Parameter, bool]]:
     """The parameters that are trained, and whether each travels."""
-    names = local(module)
-    theirs = {
+    names = local_names(module)
+    local_ids = {
         id(parameter)
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if name in names
     }
-    every = (parameter for parameter in module.parameters() if parameter.requires_grad)
-    return [(parameter, id(parameter) not in theirs) for parameter in every]
+    trained_parameters = (parameter for parameter in module.parameters() if parameter.requires_grad)
+    return [(parameter, id(parameter) not in local_ids) for parameter in trained_parameters]
 
 
-def _shared(module: nn.Module) -> list[nn.Parameter]:
+def _shared_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter, travels in _trainable(module) if travels]
 
 
 def local_buffers(module: nn.Module) -> list[torch.Tensor]:
     """The buffers that each client keeps."""
-    names = local(module)
+    names = local_names(module)
     return [buffer for name, buffer in module.named_buffers() if name in names]
 
 
 def parameter_count(module: nn.Module) -> int:
     """Parameters that travel, tied ones counted once: the length d of `flatten`."""
-    return sum(parameter.numel() for parameter in _shared(module))
+    return sum(parameter.numel() for parameter in _shared_parameters(module))
 
 
 def flatten(module: nn.Module) -> torch.Tensor:
     """A copy of the parameters that travel as float32 [d], each in its logical (row-major) order,
     whatever its memory layout.
     """
-    return joined(_shared(module))
+    return concatenate(_shared_parameters(module))
 
 
-def joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+def concatenate(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """A copy of tensors as one vector of the parameters' dtype, counts as float32."""
-    every = [tensor.detach().reshape(-1) for tensor in tensors]
-    numbers = [buffer if buffer.is_floating_point() else buffer.float() for buffer in every]
+    vectors = [tensor.detach().reshape(-1) for tensor in tensors]
+    numbers = [buffer if buffer.is_floating_point() else buffer.float() for buffer in vectors]
     return torch.cat(numbers) if numbers else torch.empty(0)
 
 
@@ -162,7 +162,7 @@ def load(module: nn.Module, flat: torch.Tensor) -> nn.Module:
 
     Raises ValueError for another length than d.
     """
-    fill(_shared(module), flat)
+    fill(_shared_parameters(module), flat)
     return module
 
 
@@ -171,20 +171,20 @@ def trained(module: nn.Module) -> torch.Tensor:
     are trained, whether they travel or not, and then those of the buffers that clients keep (counts
     of batches are exact below 2^24).
     """
-    every = [parameter for parameter, _ in _trainable(module)]
-    return joined([*every, *local_buffers(module)])
+    parameters = [parameter for parameter, _ in _trainable(module)]
+    return concatenate([*parameters, *local_buffers(module)])
 
 
 def set_trained(module: nn.Module, values: torch.Tensor) -> nn.Module:
     """The inverse of `trained`. Raises ValueError for another length."""
-    every = [parameter for parameter, _ in _trainable(module)]
-    fill([*every, *local_buffers(module)], values)
+    parameters = [parameter for parameter, _ in _trainable(module)]
+    fill([*parameters, *local_buffers(module)], values)
     return module
 
 
 @torch.no_grad()
 def fill(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
-    """The inverse of `joined`. Raises ValueError for another length."""
+    """The inverse of `concatenate`. Raises ValueError for another length."""
     sizes = [tensor.numel() for tensor in tensors]
     if flat.shape != (sum(sizes),):
         raise ValueError(f"{list(flat.shape)} numbers for {sum(sizes)} parameters")
@@ -216,7 +216,7 @@ class ParameterSplit:
     @cached_property
     def own(self) -> int:
         """Numbers that each client keeps."""
-        return len(self._kept)
+        return len(self._local_indices)
 
     @property
     def parameters(self) -> int:
@@ -224,32 +224,32 @@ class ParameterSplit:
         return len(self.travels) - self.buffers
 
     @cached_property
-    def _moved(self) -> torch.Tensor:
+    def _shared_indices(self) -> torch.Tensor:
         """The places of what travels, int64 [d]."""
         return sent(self.travels.nonzero().flatten(), self.device)
 
     @cached_property
-    def _kept(self) -> torch.Tensor:
+    def _local_indices(self) -> torch.Tensor:
         """The places of what stays, int64 [own]."""
         return sent((~self.travels).nonzero().flatten(), self.device)
 
-    def whole(self, model: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """All numbers, [k, D + b], of clients that keep `own`, [k, own], under a model, [d]."""
-        vectors = own.new_empty(len(own), len(self.travels))
-        vectors[:, self._moved] = model
-        vectors[:, self._kept] = own
+    def whole(self, model: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """All numbers, [k, D + b], of clients that keep `values`, [k, own], under a model, [d]."""
+        vectors = values.new_empty(len(values), len(self.travels))
+        vectors[:, self._shared_indices] = model
+        vectors[:, self._local_indices] = values
         return vectors
 
-    def shared(self, updates: torch.Tensor) -> torch.Tensor:
+    def shared_part(self, updates: torch.Tensor) -> torch.Tensor:
         """Of updates of what is trained, [k, D], what travels, [k, d]."""
-        return updates[:, self._moved]
+        return updates[:, self._shared_indices]
 
-    def kept(self, numbers: torch.Tensor) -> torch.Tensor:
+    def local_part(self, numbers: torch.Tensor) -> torch.Tensor:
         """Of all numbers, [k, D + b], what stays, [k, own]."""
-        return numbers[:, self._kept]
+        return numbers[:, self._local_indices]
 
     def spread(self, vectors: torch.Tensor) -> torch.Tensor:
         """Vectors of what travels, [k, d], as those of what is trained, [k, D]: 0 for the rest."""
         whole = vectors.new_zeros(len(vectors), self.parameters)
-        whole[:, self._moved] = vectors
+        whole[:, self._shared_indices] = vectors
         return whole

@@ -3,7 +3,7 @@
 
 >>> import tempfile
 >>> path = Path(tempfile.mkdtemp()) / "weights.safetensors"
->>> _ = path.write_bytes(packed(nn.Linear(2, 1).state_dict(), path.suffix, {"rounds": "40"}))
+>>> _ = path.write_bytes(serialize(nn.Linear(2, 1).state_dict(), path.suffix, {"rounds": "40"}))
 >>> sorted(read(path)), facts(path)
 (['bias', 'weight'], {'rounds': '40'})
 """
@@ -17,9 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from raydpfl.errors import RAISED, ConfigError, one_line
+from raydpfl.errors import USER_EXCEPTIONS, ConfigError, one_line
 
-SAVED = "model.safetensors"  # of a run, in its directory
+MODEL_FILE = "model.safetensors"  # of a run, in its directory
 TENSORS = ".safetensors"
 STATES = (".pt", ".pth", ".bin", ".ckpt")
 NAMES = 3  # that a message lists
@@ -27,28 +27,28 @@ NAMES = 3  # that a message lists
 
 def place(path: str | Path) -> Path:
     """The file of weights that a path names: itself, or that of a run, by its directory."""
-    found = Path(path)
-    return found / SAVED if found.is_dir() else found
+    location = Path(path)
+    return location / MODEL_FILE if location.is_dir() else location
 
 
-def packed(tensors: Mapping[str, Tensor], suffix: str, metadata: Mapping[str, str]) -> bytes:
+def serialize(tensors: Mapping[str, Tensor], suffix: str, metadata: Mapping[str, str]) -> bytes:
     """The bytes of a file with this suffix: tensors, each whole under every name that it has, and
     `metadata` of them, which a `state_dict` has no room for.
 
     Raises:
         ConfigError: there is no such file of weights.
     """
-    held = {
+    copies = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
     if suffix == TENSORS:
-        return save(held, dict(metadata))
+        return save(copies, dict(metadata))
     if suffix not in STATES:
         expected = f"a file *{TENSORS}, or *{', *'.join(STATES)} for a state_dict"
         raise ConfigError("--out", suffix, expected)
     buffer = io.BytesIO()
-    torch.save(held, buffer)
+    torch.save(copies, buffer)
     return buffer.getvalue()
 
 
@@ -58,15 +58,15 @@ def read(path: str | Path) -> dict[str, Tensor]:
     try:
         if file.suffix == TENSORS:
             return load_file(file)
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except RAISED as error:
-        raise _refused(path, f"a file that can be read ({one_line(error, 200)})") from None
-    named = isinstance(loaded, Mapping) and all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in loaded.items()
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except USER_EXCEPTIONS as error:
+        raise _init_error(path, f"a file that can be read ({one_line(error, 200)})") from None
+    is_state_dict = isinstance(content, Mapping) and all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()
     )
-    if not named:
-        raise _refused(path, f"a state_dict, tensors by name; it holds {type(loaded).__name__}")
-    return dict(loaded)
+    if not is_state_dict:
+        raise _init_error(path, f"a state_dict, tensors by name; it holds {type(content).__name__}")
+    return dict(content)
 
 
 def facts(path: Path) -> dict[str, str]:
@@ -87,28 +87,28 @@ def fill(module: nn.Module, path: str, parts: Sequence[Set[str]] = ()) -> None:
         ConfigError: for a file that cannot be read, or is another module's.
     """
     tensors = read(path)
-    wanted = module.state_dict()
-    pointers = {wanted[name].data_ptr() for name in tensors if name in wanted}
-    missing = [name for name, tensor in wanted.items() if tensor.data_ptr() not in pointers]
-    for what, names in (
-        ("without", [name for name in tensors if name not in wanted]),
+    state = module.state_dict()
+    pointers = {state[name].data_ptr() for name in tensors if name in state}
+    missing = [name for name, tensor in state.items() if tensor.data_ptr() not in pointers]
+    for wording, names in (
+        ("without", [name for name in tensors if name not in state]),
         ("with", [] if set(missing) in parts else missing),
     ):
         if names:
-            more = ", ..." if len(names) > NAMES else ""
-            raise _refused(path, f"weights {what} {', '.join(names[:NAMES])}{more}")
+            ellipsis = ", ..." if len(names) > NAMES else ""
+            raise _init_error(path, f"weights {wording} {', '.join(names[:NAMES])}{ellipsis}")
     names_of: dict[tuple[int, ...], str] = {}  # the first name, of those that stand for one tensor
     for name, tensor in tensors.items():
-        shape = list(wanted[name].shape)
+        shape = list(state[name].shape)
         if list(tensor.shape) != shape:
-            raise _refused(path, f"weights with {name} {shape}, not {list(tensor.shape)}")
+            raise _init_error(path, f"weights with {name} {shape}, not {list(tensor.shape)}")
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise _refused(path, f"weights that are finite; {name} is not")
-        first = names_of.setdefault((wanted[name].data_ptr(), *shape), name)
-        if first != name and not torch.equal(tensors[first], tensor):
-            raise _refused(path, f"the same weights as {first} and {name}, which are one here")
+            raise _init_error(path, f"weights that are finite; {name} is not")
+        alias = names_of.setdefault((state[name].data_ptr(), *shape), name)
+        if alias != name and not torch.equal(tensors[alias], tensor):
+            raise _init_error(path, f"the same weights as {alias} and {name}, which are one here")
     module.load_state_dict(tensors, strict=False)
 
 
-def _refused(path: str | Path, expected: str) -> ConfigError:
+def _init_error(path: str | Path, expected: str) -> ConfigError:
     return ConfigError("model.init", str(path), expected)

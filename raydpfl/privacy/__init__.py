@@ -50,7 +50,14 @@ from raydpfl.privacy.composition import (
     best_of,
     together,
 )
-from raydpfl.privacy.guarantee import Guarantee, column, holding, in_words, loose, sentences
+from raydpfl.privacy.guarantee import (
+    Guarantee,
+    brief_sentences,
+    column,
+    delta_warning,
+    sentences,
+    tightest_guarantees,
+)
 from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget
 from raydpfl.privacy.local_steps import LocalSteps, Release
 from raydpfl.privacy.local_steps_calibration import calibrate_local_steps
@@ -86,26 +93,26 @@ __all__ = [
     "Terms",
     "TradeOff",
     "best_of",
+    "brief_sentences",
     "budget_variance",
     "calibrate_local_steps",
     "check_budget",
     "column",
     "covers",
     "delta",
+    "delta_warning",
     "epsilon",
     "epsilon_curve",
     "gaussian_delta",
     "gaussian_epsilon",
     "guarantees",
-    "holding",
-    "in_words",
-    "loose",
     "noise_for",
     "paper_multiplier",
     "report_of",
     "rigorous",
     "rounds_for",
     "sentences",
+    "tightest_guarantees",
     "together",
     "tradeoff",
 ]

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy.accountants import ACCOUNTANTS, named
+from raydpfl.privacy.accountants import ACCOUNTANTS, accountant_of
 from raydpfl.privacy.accountants.paper import paper_epsilon
 from raydpfl.privacy.guarantee import GROUP, Guarantee, Observer, Scope, column
 from raydpfl.privacy.mechanism import Mechanism
@@ -23,9 +23,11 @@ from raydpfl.privacy.tradeoff import TradeOff
 from raydpfl.privacy.types import LEAST_DELTA, Relation, one_of
 
 NOISELESS = "no noise is added, so nothing is private"
-COARSE = "noise of so few steps of the integers has no guarantee; more noise.bits make more steps"
-UNREACHED = "delta is too small for {} to tell an epsilon in double precision"
-MOST_HIDDEN = 1 << 22  # rounds, whose losses may take 4 GB
+FEW_STEPS = (
+    "noise of so few steps of the integers has no guarantee; more noise.bits make more steps"
+)
+UNREACHED_DELTA = "delta is too small for {} to tell an epsilon in double precision"
+MAX_ROUNDS = 1 << 22  # with secret cohorts; their losses may take 4 GB
 
 
 def covers(accountant: str, mechanism: Mechanism, relation: Relation) -> str | None:
@@ -36,12 +38,14 @@ def covers(accountant: str, mechanism: Mechanism, relation: Relation) -> str | N
         accountant, mechanism, relation: as of `epsilon`.
     """
     one_of("relation", relation, Relation)
-    return named(accountant).covers(mechanism, relation)
+    return accountant_of(accountant).covers(mechanism, relation)
 
 
 def rigorous(accountants: Iterable[str]) -> tuple[str, ...]:
     """Those of these accountants whose epsilons are guarantees, in the same order."""
-    return tuple(name for name in accountants if (ACCOUNTANTS.get(name) or named(name)).rigorous)
+    return tuple(
+        name for name in accountants if (ACCOUNTANTS.get(name) or accountant_of(name)).rigorous
+    )
 
 
 # The columns of tables that hold epsilons which are guarantees.
@@ -86,10 +90,10 @@ def epsilon_curve(
     Args:
         first: at least 1. The others, and the errors, are those of `epsilon`.
     """
-    last = _checked(mechanism, relation, delta, rounds, accountant)
+    last = _check_rounds(mechanism, relation, delta, rounds, accountant)
     if not mechanism.private:
         return np.full(last - first + 1, math.inf)
-    return named(accountant).epsilons(mechanism, relation, delta, first, last, v)
+    return accountant_of(accountant).epsilons(mechanism, relation, delta, first, last, v)
 
 
 def delta(
@@ -107,10 +111,10 @@ def delta(
     """
     if not (0 <= epsilon < math.inf):
         raise ConfigError("epsilon", epsilon, "a finite number, zero or above")
-    rounds = _checked(mechanism, relation, 0.5, rounds, accountant)
+    rounds = _check_rounds(mechanism, relation, 0.5, rounds, accountant)
     if not mechanism.private:
         return 1.0
-    return named(accountant).delta(mechanism, relation, epsilon, rounds, v)
+    return accountant_of(accountant).delta(mechanism, relation, epsilon, rounds, v)
 
 
 def tradeoff(
@@ -126,10 +130,10 @@ def tradeoff(
     Args:
         mechanism, relation, rounds, accountant, v: as, and the errors are, those of `epsilon`.
     """
-    rounds = _checked(mechanism, relation, 0.5, rounds, accountant)
+    rounds = _check_rounds(mechanism, relation, 0.5, rounds, accountant)
     if not mechanism.private:
         return TradeOff(np.array([0.0, 1.0]), np.ones((1, 2)))
-    return named(accountant).tradeoff(mechanism, relation, rounds, v)
+    return accountant_of(accountant).tradeoff(mechanism, relation, rounds, v)
 
 
 def guarantees(
@@ -152,64 +156,64 @@ def guarantees(
     rounds = mechanism.rounds if rounds is None else rounds
     claims = []
     for name in accountants:
-        if named(name).rigorous:
-            seen = views(mechanism, relation, rounds, participations)
-            claims += [guarantee_against(view, name, delta) for view in seen]
+        if accountant_of(name).rigorous:
+            observer_views = views(mechanism, relation, rounds, participations)
+            claims += [guarantee_against(view, name, delta) for view in observer_views]
         else:
-            claims.append(_as_printed(mechanism, delta, rounds, v))
+            claims.append(_paper_guarantee(mechanism, delta, rounds, v))
     return claims
 
 
 def guarantee_against(view: ObserverView, accountant: str, delta: float) -> Guarantee:
     """What a rigorous accountant guarantees against one observer."""
-    reason = uncovered(accountant, view)
+    reason = refusal_reason(accountant, view)
     if reason:
         return view.guarantee(accountant, math.inf, delta, (reason,))
     scheme = view.mechanism.sampling.scheme
-    grouped = scheme.by_group_privacy(named(accountant).needs)
-    view = replace(view, scope=view.scope.marked(GROUP * grouped))
+    is_group_bound = scheme.by_group_privacy(accountant_of(accountant).needs)
+    view = replace(view, scope=view.scope.add_words(GROUP * is_group_bound))
     survey = view.mechanism.survey
     if not view.rounds and not (survey and survey.times):
         return view.guarantee(accountant, 0.0, delta)
-    spent = epsilon(view.mechanism, view.relation, delta, max(view.rounds, 1), accountant)
-    unreached = (UNREACHED.format(accountant),) * math.isinf(spent)
-    released = (view.mechanism, view.relation, max(view.rounds, 1), accountant)
-    guarantee = view.guarantee(accountant, spent, delta, unreached)
+    view_epsilon = epsilon(view.mechanism, view.relation, delta, max(view.rounds, 1), accountant)
+    unreached_reasons = (UNREACHED_DELTA.format(accountant),) * math.isinf(view_epsilon)
+    tradeoff_arguments = (view.mechanism, view.relation, max(view.rounds, 1), accountant)
+    guarantee = view.guarantee(accountant, view_epsilon, delta, unreached_reasons)
     rho = None
     if not view.mechanism.sampling.hidden and guarantee.kind == "rigorous":
         event = view.mechanism.event(view.relation)
         if not (event.skellam or view.mechanism.laplace):
             rho = float(event.unamplified(view.rounds)) ** 2 / 2
-    return replace(guarantee, curve=partial(tradeoff, *released), rho=rho)
+    return replace(guarantee, curve=partial(tradeoff, *tradeoff_arguments), rho=rho)
 
 
-def uncovered(accountant: str, view: ObserverView) -> str | None:
+def refusal_reason(accountant: str, view: ObserverView) -> str | None:
     """Why an accountant says nothing of what an observer sees, in words; None: it does."""
     mechanism = view.mechanism
     if not mechanism.private:
-        return COARSE if mechanism.integer and mechanism.noise_multiplier else NOISELESS
+        return FEW_STEPS if mechanism.integer and mechanism.noise_multiplier else NOISELESS
     return covers(accountant, mechanism, view.relation)
 
 
-def _as_printed(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Guarantee:
-    z = mechanism.least_multiplier
-    printed = paper_epsilon(z, mechanism.sampling, rounds, delta, v)
-    failed = printed.conditions_failed if z else (NOISELESS,)
-    others = [f"the {query.name} of clients" for query in mechanism.queries if query.per_client]
-    others += [str(mechanism.survey)] if mechanism.survey else []
-    if others:
-        failed += (f"nothing is released next to the sum (here too: {', '.join(others)})",)
+def _paper_guarantee(mechanism: Mechanism, delta: float, rounds: int, v: float) -> Guarantee:
+    z = mechanism.min_multiplier
+    claim = paper_epsilon(z, mechanism.sampling, rounds, delta, v)
+    failures = claim.conditions_failed if z else (NOISELESS,)
+    releases = [f"the {query.name} of clients" for query in mechanism.queries if query.per_client]
+    releases += [str(mechanism.survey)] if mechanism.survey else []
+    if releases:
+        failures += (f"nothing is released next to the sum (here too: {', '.join(releases)})",)
     if mechanism.laplace:
-        failed += ("Gaussian noise on sums bounded in L2 (here: Laplace noise)",)
+        failures += ("Gaussian noise on sums bounded in L2 (here: Laplace noise)",)
     if mechanism.factors:
-        failed += ("noise of one std in all rounds (here: that with the least in all of them)",)
+        failures += ("noise of one std in all rounds (here: that with the least in all of them)",)
     return Guarantee(
         "paper", "paper", mechanism.unit, "unstated", Observer.AGGREGATES,
-        Scope.of_cohorts(mechanism.sampling), printed.value, delta, mechanism.exclusions, failed,
+        Scope.from_cohorts(mechanism.sampling), claim.value, delta, mechanism.exclusions, failures,
     )  # fmt: skip
 
 
-def _checked(
+def _check_rounds(
     mechanism: Mechanism, relation: Relation, delta: float, rounds: int | None, accountant: str
 ) -> int:
     """The rounds, by default those of the mechanism. Raises `ConfigError` as `epsilon`."""
@@ -221,7 +225,7 @@ def _checked(
         raise ConfigError("delta", delta, "a number between 0 and 1, from 1e-300 on")
     if not (isinstance(rounds, int) and rounds >= 1):
         raise ConfigError("rounds", rounds, "an integer, at least 1")
-    if mechanism.hidden and rounds > MOST_HIDDEN:
-        expected = f"at most {MOST_HIDDEN:,}, local steps included, where a cohort is a secret"
+    if mechanism.hidden and rounds > MAX_ROUNDS:
+        expected = f"at most {MAX_ROUNDS:,}, local steps included, where a cohort is a secret"
         raise ConfigError("rounds", rounds, expected)
     return rounds

@@ -70,7 +70,7 @@ class ConstantBudget(BudgetDistribution):
     epsilon: float = Field(gt=0, description="of every client; not below the floor")
 
     @model_validator(mode="after")
-    def _above_the_floor(self) -> ConstantBudget:
+    def _check_floor(self) -> ConstantBudget:
         if self.epsilon < self.floor:
             expected = f"at least the floor of {self.floor:g}; or a lower {FIELD}.floor"
             raise ConfigError(f"{FIELD}.epsilon", self.epsilon, expected)
@@ -88,7 +88,7 @@ class UniformBudgets(BudgetDistribution):
     high: float = Field(default=1.0, description="largest epsilon; above low and floor")
 
     @model_validator(mode="after")
-    def _interval(self) -> UniformBudgets:
+    def _check_interval(self) -> UniformBudgets:
         if self.high <= max(self.low, self.floor):
             expected = f"above low = {self.low:g} and floor = {self.floor:g}"
             raise ConfigError(f"{FIELD}.high", self.high, expected)
@@ -127,14 +127,14 @@ class MixtureOfBudgets(BudgetDistribution):
         log_positive = log_ndtr(mean / std)
         log_chance = np.log(weight) + log_positive
         chance = np.exp(log_chance - log_chance.max())
-        which = np.searchsorted(chance.cumsum()[:-1] / chance.sum(), uniform[:, 0], side="right")
-        return mean[which] - std[which] * ndtri_exp(np.log(uniform[:, 1]) + log_positive[which])
+        part = np.searchsorted(chance.cumsum()[:-1] / chance.sum(), uniform[:, 0], side="right")
+        return mean[part] - std[part] * ndtri_exp(np.log(uniform[:, 1]) + log_positive[part])
 
 
 class ColumnOfBudgets(BudgetDistribution):
     """Budgets from a column of a file."""
 
-    named: ClassVar[frozenset[str]] = frozenset({"path"})
+    file_fields: ClassVar[frozenset[str]] = frozenset({"path"})
 
     kind: str = "column"
     path: str = Field(
@@ -156,9 +156,9 @@ class ColumnOfBudgets(BudgetDistribution):
             raise ConfigError(f"{FIELD}.column", self.column, f"{expected}{epsilons[rows[0]]:g}")
         rows = np.flatnonzero(epsilons < self.floor)
         if len(rows):
-            first = f"{len(rows)} of {self.path}, the first in row {rows[0]}, "
-            first += f"which asks for {epsilons[rows[0]]:g}"
-            log.warning("budgets below %s.floor are raised to %g: %s", FIELD, self.floor, first)
+            text = f"{len(rows)} of {self.path}, the first in row {rows[0]}, "
+            text += f"which asks for {epsilons[rows[0]]:g}"
+            log.warning("budgets below %s.floor are raised to %g: %s", FIELD, self.floor, text)
         if self.client is not None:
             ids, firsts, number = np.unique(
                 columns["client"], return_index=True, return_inverse=True

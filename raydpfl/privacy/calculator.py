@@ -1,7 +1,7 @@
 """The privacy budget calculator: of noise, epsilon and rounds any two determine the third, by every
 accountant, against every observer.
 
->>> budget = of_clients(population=1920, cohort=80, rounds=100, noise_multiplier=4.0)
+>>> budget = client_budget(population=1920, cohort=80, rounds=100, noise_multiplier=4.0)
 >>> for answer in budget.answers:
 ...     guarantee = answer.guarantee
 ...     print(f"{guarantee.accountant:5} {guarantee.observer}: {guarantee.epsilon:.4g}")
@@ -18,7 +18,7 @@ paper every aggregate: 0.7069
 One client's local steps (002, 003), where samples are protected and every update is seen:
 
 >>> sample = {"samples": 600, "batch": 10, "steps": 300, "participations": 1}
->>> for answer in of_samples(**sample, epsilon=0.3, delta=1e-2).answers:
+>>> for answer in sample_budget(**sample, epsilon=0.3, delta=1e-2).answers:
 ...     # std of the mean gradient / bound
 ...     print(f"{answer.guarantee.accountant}: {answer.noise_multiplier / 10:.3f}")
 pld: 0.343
@@ -41,14 +41,14 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
-from raydpfl.errors import BudgetError, ConfigError, renamed
+from raydpfl.errors import BudgetError, ConfigError, rename_fields
 from raydpfl.privacy.accountants import FORMULAS
 from raydpfl.privacy.accountants.base import Formula, FormulaValue
 from raydpfl.privacy.accountants.paper import paper_multiplier
 from raydpfl.privacy.accounting import covers, guarantee_against, guarantees
 from raydpfl.privacy.calibration import MOST_ROUNDS, noise_for, rounds_for
 from raydpfl.privacy.factorization import STRATEGIES, covered
-from raydpfl.privacy.guarantee import SHARES, Guarantee, holding, loose
+from raydpfl.privacy.guarantee import SHARES, Guarantee, delta_warning, tightest_guarantees
 from raydpfl.privacy.integer_noise import DistributedDiscreteGaussian, IntegerNoise, SkellamNoise
 from raydpfl.privacy.local_steps import LocalSteps, Participations
 from raydpfl.privacy.mechanism import Mechanism, Query
@@ -64,9 +64,9 @@ NOISES: dict[str, tuple[type[IntegerNoise], ...]] = {
     "skellam": (SkellamNoise,),
     "laplace": (),
 }
-LARGE = 1e12  # a noise multiplier next to which the sums of rounds show nothing
+LARGE_MULTIPLIER = 1e12  # a noise multiplier next to which the sums of rounds show nothing
 RIGOROUS = ("pld", "rdp")
-_SHAPED = {"restart": "tree", "bands": "banded", "buffers": "buffered"}  # option: its strategy
+_STRATEGY_OF = {"restart": "tree", "bands": "banded", "buffers": "buffered"}  # option: its strategy
 _COUNTS = range(1, MOST_ROUNDS + 1)
 # What one draw of the noise is on, where it is not the sum; what else a reader should know.
 _DRAW = {"client": "one_client", "step": "the_mean_gradient"}
@@ -77,7 +77,7 @@ _CAVEATS = {
     "those that occur, or a cap that is kept",
 }
 # What the parameters of `raydpfl.privacy` are called where samples are protected.
-_OF_SAMPLES = {"population": "samples", "cohort": "batch", "rounds": "participations"}
+_SAMPLE_NAMES = {"population": "samples", "cohort": "batch", "rounds": "participations"}
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Answer:
     @property
     def overclaims(self) -> bool:
         """Whether it is a formula that claims a smaller epsilon than holds."""
-        claimed = self.guarantee.epsilon * (1 + 1e-6)
-        return self.true_epsilon is not None and self.true_epsilon > claimed
+        claimed_epsilon = self.guarantee.epsilon * (1 + 1e-6)
+        return self.true_epsilon is not None and self.true_epsilon > claimed_epsilon
 
 
 @dataclass
@@ -119,39 +119,39 @@ class Budget:
         self._target = self.epsilon or 0.0
         self._refusal: ConfigError | None = None
         self.answers = tuple(self._answers(self.asked, self.unknown))
-        covered = [each for each in self.answers if math.isfinite(each.guarantee.epsilon)]
-        enough = [each for each in covered if math.isfinite(each.noise_multiplier)]
-        if self._refusal and all(each.guarantee.accountant not in RIGOROUS for each in enough):
+        answers = [each for each in self.answers if math.isfinite(each.guarantee.epsilon)]
+        solutions = [each for each in answers if math.isfinite(each.noise_multiplier)]
+        if self._refusal and all(each.guarantee.accountant not in RIGOROUS for each in solutions):
             raise self._refusal
-        first = (enough or covered or self.answers)[0]
+        first = (solutions or answers or self.answers)[0]
         if first.rounds == 0:
             expected = f"at least {first.guarantee.epsilon:.4g}, which one round spends; "
             raise ConfigError("epsilon", self.epsilon, f"{expected}or more noise")
-        self.mechanism = self.run or self._at(first.noise_multiplier, first.rounds)
-        held = self.answers
+        self.mechanism = self.run or self._mechanism_at(first.noise_multiplier, first.rounds)
+        final_answers = self.answers
         if self.unknown != "epsilon":
-            held = tuple(self._answers(self.mechanism, "epsilon"))
+            final_answers = tuple(self._answers(self.mechanism, "epsilon"))
         self.persons: tuple[Guarantee, ...] = ()
         if self.person is not None:
-            (view,) = self._seen(self.mechanism.of_person(self.person), self.rounds)
+            (view,) = self._views(self.mechanism.person_mechanism(self.person), self.rounds)
             self.persons = tuple(guarantee_against(view, name, self.delta) for name in RIGOROUS)
-        claims = [answer.guarantee for answer in held]
+        claims = [answer.guarantee for answer in final_answers]
         self.guarantees = (*claims, *self.individual, *self.persons)
-        lax = loose(self.delta, self.asked.sampling.population, self.asked.unit)
+        delta_note = delta_warning(self.delta, self.asked.sampling.population, self.asked.unit)
         caveat = _CAVEATS.get(self.asked.placement)
-        self.notes = [note for note in (lax, caveat) if note]
+        self.notes = [note for note in (delta_note, caveat) if note]
         self.notes += dict.fromkeys(one.sampling.words for one in self.individual)
-        excluded = (self.mechanism.exclusions, *(one.exclusions for one in self.individual))
-        self.notes += dict.fromkeys(f"not accounted for: {w}" for each in excluded for w in each)
+        lists = (self.mechanism.exclusions, *(one.exclusions for one in self.individual))
+        self.notes += dict.fromkeys(f"not accounted for: {w}" for each in lists for w in each)
 
     @property
-    def of_samples(self) -> bool:
+    def is_sample_level(self) -> bool:
         """Whether samples are protected, by noise at every local step of one client."""
         return self.mechanism.unit == "sample"
 
     @property
-    def repeated(self) -> str:
-        return "participations" if self.of_samples else "rounds"
+    def rounds_name(self) -> str:
+        return "participations" if self.is_sample_level else "rounds"
 
     @property
     def rounds(self) -> int:
@@ -161,7 +161,7 @@ class Budget:
     def released(self) -> str:
         """What is released, in words."""
         sampling = self.mechanism.sampling
-        if self.of_samples:
+        if self.is_sample_level:
             steps = f"{self.mechanism.rounds} local steps ({self.rounds} x {self.steps})"
             return f"{steps}, each a sum over a batch of samples: {sampling}"
         text = f"{self.rounds} rounds, each a sum over a cohort of clients: {sampling}"
@@ -189,8 +189,8 @@ class Budget:
         draw = _DRAW.get(self.mechanism.placement)
         if draw:
             noise[f"std_of_{draw}"] = query.std / self.mechanism.draws
-        per_client = (other for other in self.mechanism.queries if other.per_client)
-        return noise | {f"std_of_the_{other.name}": other.std for other in per_client}
+        per_client = (side for side in self.mechanism.queries if side.per_client)
+        return noise | {f"std_of_the_{side.name}": side.std for side in per_client}
 
     def sentence(self) -> str:
         """What the first guarantee that holds means, that of clients' own budgets if there is one,
@@ -207,8 +207,8 @@ class Budget:
             "unknown": self.unknown,
             "unit": self.mechanism.unit,
             "sampling": asdict(self.mechanism.sampling),
-            self.repeated: self.rounds,
-            **({"steps": self.steps} if self.of_samples else {}),
+            self.rounds_name: self.rounds,
+            **({"steps": self.steps} if self.is_sample_level else {}),
             "relation": self.relation,
             "placement": self.mechanism.placement,
             "delta": self.delta,
@@ -216,96 +216,98 @@ class Budget:
             "answers": [
                 {
                     "noise_multiplier": _to_json(answer.noise_multiplier),
-                    self.repeated: answer.rounds,
+                    self.rounds_name: answer.rounds,
                     "true_epsilon": _to_json(answer.true_epsilon),
                     "guarantee": answer.guarantee.to_dict(),
                 }
                 for answer in self.answers
             ],
             "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
-            "holds": [one.to_dict(curve=True) for one in holding(self.guarantees)],
+            "holds": [one.to_dict(curve=True) for one in tightest_guarantees(self.guarantees)],
             "sentence": self.sentence(),
             "notes": self.notes,
         }
 
     def _answers(self, mechanism: Mechanism, unknown: Unknown) -> Iterator[Answer]:
         for name in RIGOROUS:
-            yield from self._counted(name, mechanism, unknown)
+            yield from self._view_answers(name, mechanism, unknown)
         if mechanism.unit == "client":
-            yield self._by_paper(mechanism, unknown)
+            yield self._paper_answer(mechanism, unknown)
         else:
             for formula in FORMULAS.values():
-                yield self._by_formula(formula, mechanism, unknown)
+                yield self._formula_answer(formula, mechanism, unknown)
 
-    def _at(self, z: float, rounds: int) -> Mechanism:
+    def _mechanism_at(self, z: float, rounds: int) -> Mechanism:
         return replace(self.asked.with_noise(z), rounds=rounds * self.steps)
 
-    def _seen(self, mechanism: Mechanism, rounds: int) -> list[ObserverView]:
+    def _views(self, mechanism: Mechanism, rounds: int) -> list[ObserverView]:
         return list(views(mechanism, self.relation, rounds * self.steps, self.participations))
 
-    def _against(self, place: int, name: str, z: float, rounds: int, delta: float) -> Guarantee:
+    def _guarantee(self, place: int, name: str, z: float, rounds: int, delta: float) -> Guarantee:
         """Against the observer at this place, for this noise and these rounds (1 for 0)."""
-        mechanism = self._at(z, max(rounds, 1))
-        return guarantee_against(self._seen(mechanism, max(rounds, 1))[place], name, delta)
+        mechanism = self._mechanism_at(z, max(rounds, 1))
+        return guarantee_against(self._views(mechanism, max(rounds, 1))[place], name, delta)
 
-    def _counted(self, name: str, mechanism: Mechanism, unknown: Unknown) -> Iterator[Answer]:
+    def _view_answers(self, name: str, mechanism: Mechanism, unknown: Unknown) -> Iterator[Answer]:
         """By a rigorous accountant, one answer against every observer."""
         rounds = mechanism.rounds // self.steps
-        for place, view in enumerate(self._seen(mechanism, rounds)):
-            z, lasting = mechanism.noise_multiplier, rounds
+        for place, view in enumerate(self._views(mechanism, rounds)):
+            z, limit = mechanism.noise_multiplier, rounds
             if not covers(name, view.mechanism, view.relation):
                 if unknown == "rounds":
-                    lasting = self._lasting(name, place, view)
+                    limit = self._max_rounds(name, place, view)
                 elif unknown == "noise":
                     z *= self._scale(name, view, place)
-            guarantee = self._against(place, name, min(z, LARGE), lasting, self.delta)
-            yield Answer(guarantee, z, lasting)
+            guarantee = self._guarantee(place, name, min(z, LARGE_MULTIPLIER), limit, self.delta)
+            yield Answer(guarantee, z, limit)
 
     def _scale(self, name: str, view: ObserverView, place: int) -> float:
         """The factor on the noise multiplier that an accountant asks for; infinite where a survey
         alone spends more, no proof is known, sums of integers do for the first observer alone, or
         none is enough by rdp where pld is asked too.
         """
-        seen = view.mechanism
+        release = view.mechanism
         try:
-            z = noise_for(self._target, seen, view.relation, self.delta, name, view.rounds)
+            z = noise_for(self._target, release, view.relation, self.delta, name, view.rounds)
         except ConfigError as refusal:
-            coarse = seen.integer and place and refusal.field in ("target", "noise.bits")
-            looser = name != "pld" and not covers("pld", seen, view.relation)
-            alone = refusal.field == "target" and (seen.survey or seen.unproved or looser)
-            if not (coarse or alone):
+            coarse = release.integer and place and refusal.field in ("target", "noise.bits")
+            looser = name != "pld" and not covers("pld", release, view.relation)
+            unreachable = refusal.field == "target" and (
+                release.survey or release.proof_gap or looser
+            )
+            if not (coarse or unreachable):
                 raise
             self._refusal = self._refusal or refusal
             return math.inf
-        return z / seen.noise_multiplier
+        return z / release.noise_multiplier
 
-    def _lasting(self, name: str, place: int, view: ObserverView) -> int:
+    def _max_rounds(self, name: str, place: int, view: ObserverView) -> int:
         """The most rounds in which the observer at this place stays within epsilon."""
-        spent = (self._target, view.mechanism, view.relation, self.delta, name, self.v)
-        most = rounds_for(*spent)
-        return bisect_right(_COUNTS, most, key=lambda t: self._seen(self.asked, t)[place].rounds)
+        arguments = (self._target, view.mechanism, view.relation, self.delta, name, self.v)
+        limit = rounds_for(*arguments)
+        return bisect_right(_COUNTS, limit, key=lambda t: self._views(self.asked, t)[place].rounds)
 
-    def _by_paper(self, mechanism: Mechanism, unknown: Unknown) -> Answer:
+    def _paper_answer(self, mechanism: Mechanism, unknown: Unknown) -> Answer:
         """By the formula of 000 and 001, which is about the first observer only."""
         z, rounds = mechanism.noise_multiplier, mechanism.rounds
-        view = self._seen(mechanism, rounds)[0]
+        view = self._views(mechanism, rounds)[0]
         if unknown == "rounds":
-            rounds = self._lasting("paper", 0, view)
+            rounds = self._max_rounds("paper", 0, view)
         elif unknown == "noise":
             sampling = view.mechanism.sampling
             z = paper_multiplier(self._target, sampling, view.rounds, self.delta, self.v)
-            z *= mechanism.noise_multiplier / mechanism.least_multiplier
-        at = self._at(z, max(rounds, 1))
-        (printed,) = guarantees(at, self.relation, self.delta, None, ["paper"], v=self.v)
-        return Answer(printed, z, rounds, self._truth(z, rounds, self.delta))
+            z *= mechanism.noise_multiplier / mechanism.min_multiplier
+        release = self._mechanism_at(z, max(rounds, 1))
+        (guarantee,) = guarantees(release, self.relation, self.delta, None, ["paper"], v=self.v)
+        return Answer(guarantee, z, rounds, self._true_epsilon(z, rounds, self.delta))
 
-    def _truth(self, z: float, rounds: int, delta: float) -> float:
+    def _true_epsilon(self, z: float, rounds: int, delta: float) -> float:
         """Epsilon by pld."""
         if not LEAST_DELTA <= delta < 1:
             return math.inf
-        return self._against(0, "pld", z, rounds, delta).epsilon
+        return self._guarantee(0, "pld", z, rounds, delta).epsilon
 
-    def _by_formula(self, formula: Formula, mechanism: Mechanism, unknown: Unknown) -> Answer:
+    def _formula_answer(self, formula: Formula, mechanism: Mechanism, unknown: Unknown) -> Answer:
         """By a formula for the local steps of one client."""
         batches = mechanism.sampling
         fits = batches.cohort <= batches.population  # draws with replacement may be more
@@ -322,11 +324,11 @@ class Budget:
             std = math.inf if unknown == "noise" else std
             rounds = 0 if unknown == "rounds" else rounds
             samples = f"from at least as many samples (here: {batches.population})"
-            failed: tuple[str, ...] = (f"a batch of {batches.cohort} {samples}",)
+            failures: tuple[str, ...] = (f"a batch of {batches.cohort} {samples}",)
         elif unknown == "noise":
             steps = rounds * self.steps
             noise = formula.noise(self._target, self.delta, **client, steps=steps)
-            std, failed = noise.value, noise.conditions_failed
+            std, failures = noise.value, noise.conditions_failed
             if math.isfinite(std):
                 epsilon = self._target
                 delta = printed(std, rounds)[1]
@@ -334,16 +336,16 @@ class Budget:
             if unknown == "rounds":
                 rounds = bisect_right(_COUNTS, self._target, key=lambda t: printed(std, t)[0].value)
             value, delta = printed(std, rounds)
-            epsilon, failed = value.value, value.conditions_failed
+            epsilon, failures = value.value, value.conditions_failed
         z = batches.cohort * std / query.bound
-        truth = self._truth(z, rounds, delta) if fits and math.isfinite(std) else None
+        truth = self._true_epsilon(z, rounds, delta) if fits and math.isfinite(std) else None
         if not batches.scheme.as_in_the_papers(batches):
-            failed += (f"batches of one fixed size, drawn without replacement (here: {batches})",)
+            failures += (f"batches of one fixed size, drawn without replacement (here: {batches})",)
         if delta != self.delta:
-            alone = f"the formula gives its epsilon at delta {delta:.3g} alone"
-            failed += (f"delta = {self.delta:g} ({alone})",)
-        (view,) = self._seen(mechanism, 1)
-        guarantee = view.guarantee(formula.name, epsilon, delta, failed)
+            delta_text = f"the formula gives its epsilon at delta {delta:.3g} alone"
+            failures += (f"delta = {self.delta:g} ({delta_text})",)
+        (view,) = self._views(mechanism, 1)
+        guarantee = view.guarantee(formula.name, epsilon, delta, failures)
         guarantee = replace(guarantee, kind="paper", relation=formula.relation)
         return Answer(guarantee, z, rounds, truth)
 
@@ -351,8 +353,9 @@ class Budget:
 @dataclass
 class PersonalBudget:
     """What noise at local steps guarantees a client's samples: `rows` of
-    `LocalStepsReport.client_table`, the guarantees of the client that spends most, and what is
-    `broken`, in words. `participations`: how often each takes part, by id or int64 [N].
+    `LocalStepsReport.client_table`, the guarantees of the client that spends most, and the
+    `violation` of what the noise claims, in words; None: none. `participations`: how often each
+    takes part, by id or int64 [N].
     """
 
     mechanism: LocalSteps
@@ -370,13 +373,13 @@ class PersonalBudget:
             if not 1 <= self.person <= largest:
                 expected = f"an integer from 1 to the {largest} samples of the largest"
                 raise ConfigError("--person", self.person, expected)
-            self.persons = report.of_persons(self.participations, self.person)
+            self.persons = report.person_guarantees(self.participations, self.person)
         self.guarantees = (*(one for one in whole if one.unit != "person"), *self.persons)
-        self.broken: str | None = None
+        self.violation: str | None = None
         try:
             report.check_claims(self.participations)
         except BudgetError as error:
-            self.broken = str(error)
+            self.violation = str(error)
         self.notes = [*report.warnings(self.participations)]
         self.notes += [f"not accounted for: {words}" for words in self.mechanism.exclusions]
 
@@ -392,7 +395,7 @@ class PersonalBudget:
         return f"every update of {len(self.rows)} clients: {steps}"
 
     @property
-    def protected(self) -> list[dict[str, Any]]:
+    def private_rows(self) -> list[dict[str, Any]]:
         """The rows of the clients that are not public."""
         return [row for row in self.rows if row["epsilon_claimed"] != math.inf]
 
@@ -412,7 +415,7 @@ class PersonalBudget:
             columns.pop(name, None)
         query, calibration = mechanism.side_query, mechanism.calibration
         counts = mechanism.client_steps[mechanism.samples > 0]
-        least, most = int(counts.min()), int(counts.max())
+        low, high = int(counts.min()), int(counts.max())
         return {
             "unit": "sample",
             "relation": "replace_one",
@@ -420,7 +423,7 @@ class PersonalBudget:
             "calibration": calibration and calibration.method,
             "delta": mechanism.delta,
             "bound": mechanism.bound,
-            "steps": least if least == most else {"least": least, "most": most},
+            "steps": low if low == high else {"least": low, "most": high},
             **({f"std_of_the_{query.name}": query.std} if query else {}),
             "quantiles": {"at": list(SHARES)}
             | {name: list(map(_to_json, self.quantiles(name))) for name in columns},
@@ -428,23 +431,23 @@ class PersonalBudget:
                 {name: _to_json(value) for name, value in row.items()} for row in self.rows
             ],
             "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
-            "holds": [one.to_dict(curve=True) for one in holding(self.guarantees)],
-            "broken": self.broken,
+            "holds": [one.to_dict(curve=True) for one in tightest_guarantees(self.guarantees)],
+            "broken": self.violation,
             "sentence": self.sentence(),
             "notes": self.notes,
         }
 
 
 def _range(counts: np.ndarray, noun: str) -> str:
-    least, most = counts.min(), counts.max()
-    return f"{least} {noun}" if least == most else f"{least} to {most} {noun}, by the client's size"
+    low, high = counts.min(), counts.max()
+    return f"{low} {noun}" if low == high else f"{low} to {high} {noun}, by the client's size"
 
 
 def _to_json(value: Any) -> Any:
     return "infinity" if value == math.inf else value
 
 
-def of_clients(
+def client_budget(
     *,
     population: int,
     cohort: int | None = None,
@@ -494,13 +497,13 @@ def of_clients(
     (of the clients) sums are of integers modulo 2^`bits` (16 by default), for a model of so many
     `parameters`, rotated (`raydpfl.privacy.integer_noise`).
     """
-    who = _drawn(sampling, population, cohort, cap, epoch, per_epoch)
+    cohorts = _build_sampling(sampling, population, cohort, cap, epoch, per_epoch)
     # auto: the clients, unless their part of the noise would depend on a secret
     integers = NOISES.get(noise or "skellam", (SkellamNoise,))
     laplace = not integers
-    of_server = laplace or not integers[0].by_clients
-    by_server = who.size_secret or strategy or of_server
-    auto: Placement = "server" if by_server else "client"
+    server_noise = laplace or not integers[0].by_clients
+    server_draws = cohorts.size_secret or strategy or server_noise
+    auto: Placement = "server" if server_draws else "client"
     places: dict[str, Placement] = {"auto": auto, "client": "client", "server": "server"}
     if laplace:
         del places["client"]
@@ -510,31 +513,33 @@ def of_clients(
         raise ConfigError("placement", placement, expected)
     query = Query("updates", bound or 1.0, 0.0)
     mechanism = Mechanism(
-        who, (query,), 1 if rounds is None else rounds, placement=place, colluders=colluders,
-        laplace=laplace,
+        cohorts, (query,), 1 if rounds is None else rounds, placement=place,
+        colluders=colluders, laplace=laplace,
     )  # fmt: skip
     z = _multiplier(noise_multiplier, std, bound, mechanism.draws)
     unknown = _unknown(z, epsilon, rounds, "rounds")
-    limit = math.inf if rounds is None else rounds * (who.cohort if who.repeats else 1)
-    if participations is not None and who.everyone:
+    limit = math.inf if rounds is None else rounds * (cohorts.cohort if cohorts.repeats else 1)
+    if participations is not None and cohorts.everyone:
         expected = "none with everyone in every round: no client takes part in fewer"
         raise ConfigError("participations", participations, expected)
     if participations is not None and not 1 <= participations <= limit:
         expected = f"an integer from 1 to {limit}" if rounds else "an integer, at least 1"
         raise ConfigError("participations", participations, expected)
-    asked = _covered(mechanism, relation, delta)
+    covered_relation = _check_relation(mechanism, relation, delta)
     mechanism = mechanism.with_noise(z or 1.0)
     shape = _shape(strategy, separation, restart=restart, bands=bands, buffers=buffers)
     if strategy is not None:
-        mechanism, participations = _correlated(
+        mechanism, participations = _correlated_mechanism(
             mechanism, strategy, separation, participations, unknown, shape
         )
-    integer = _integers(mechanism, noise, bits, parameters, strategy)
+    integer = _integer_noise(mechanism, noise, bits, parameters, strategy)
     mechanism = replace(mechanism, integer=integer)
-    return Budget(mechanism, asked, delta, unknown, epsilon, participations=participations, v=v)
+    return Budget(
+        mechanism, covered_relation, delta, unknown, epsilon, participations=participations, v=v
+    )
 
 
-def _drawn(
+def _build_sampling(
     kind: str,
     population: int,
     cohort: int | None,
@@ -556,19 +561,19 @@ def _shape(strategy: str | None, separation: int, **shape: int | None) -> dict[s
     """The options of a strategy that are given. Raises `ConfigError` for those of another."""
     if strategy is None and separation != 1:
         raise ConfigError("separation", separation, "1 without a strategy")
-    given = {name: value for name, value in shape.items() if value is not None}
-    for name, value in given.items():
-        if strategy != _SHAPED[name]:
-            raise ConfigError(name, value, f"none, but for strategy {_SHAPED[name]}")
+    options = {name: value for name, value in shape.items() if value is not None}
+    for name, value in options.items():
+        if strategy != _STRATEGY_OF[name]:
+            raise ConfigError(name, value, f"none, but for strategy {_STRATEGY_OF[name]}")
         if value < 1:
             raise ConfigError(name, value, "an integer, at least 1")
-    if "bands" in given and given["bands"] > separation >= 1:
+    if "bands" in options and options["bands"] > separation >= 1:
         expected = f"at most {separation}, the rounds after which a client may take part again"
-        raise ConfigError("bands", given["bands"], expected)
-    return given
+        raise ConfigError("bands", options["bands"], expected)
+    return options
 
 
-def _correlated(
+def _correlated_mechanism(
     mechanism: Mechanism,
     strategy: str,
     separation: int,
@@ -594,12 +599,12 @@ def _correlated(
         kind = mechanism.sampling.scheme.kind
         raise ConfigError("sampling", kind, f"public or full, with a strategy: {reason}")
     rounds = mechanism.rounds
-    most = min(participations or rounds, -(-rounds // separation))
-    squares = STRATEGIES[strategy](rounds, separation, most, **shape)
-    return replace(mechanism, squares=tuple(squares.tolist())), most
+    max_participations = min(participations or rounds, -(-rounds // separation))
+    squares = STRATEGIES[strategy](rounds, separation, max_participations, **shape)
+    return replace(mechanism, squares=tuple(squares.tolist())), max_participations
 
 
-def _integers(
+def _integer_noise(
     mechanism: Mechanism,
     noise: str | None,
     bits: int | None,
@@ -618,25 +623,25 @@ def _integers(
                 raise ConfigError(name, value, "none without sums of integers, by --noise")
         return None
     bits = 16 if bits is None else bits
-    of = next((of for of in kinds if of.by_clients == mechanism.distributed), None)
+    kind = next((kind for kind in kinds if kind.by_clients == mechanism.distributed), None)
     if strategy is not None:
         raise ConfigError("strategy", strategy, "none with sums of integers")
-    if of is None and mechanism.sampling.size_secret:
+    if kind is None and mechanism.sampling.size_secret:
         expected = f"fixed, full or public: noise {noise} is drawn by the clients, whose parts of "
         expected += "it would depend on the secret size of a cohort"
         raise ConfigError("sampling", mechanism.sampling.scheme.kind, expected)
-    if of is None:
+    if kind is None:
         raise ConfigError("placement", mechanism.placement, f"client, with noise {noise}")
     if not 8 <= bits <= 32:
         raise ConfigError("bits", bits, "an integer from 8 to 32")
     if parameters is None or parameters < 1:
         raise ConfigError("parameters", parameters, f"those of the model, with noise {noise}")
-    integer = of(bits, mechanism.sampling.cohort, parameters)
+    integer = kind(bits, mechanism.sampling.cohort, parameters)
     integer.lattice(1.0)  # refuses a width that does not hold the sum
     return integer
 
 
-def of_samples(
+def sample_budget(
     *,
     samples: int,
     steps: int,
@@ -661,34 +666,34 @@ def of_samples(
 
     `participations` are the client's rounds, as they occur or capped; never T r / N. Each of the
     `steps` of a round draws a fresh batch, by `sampling`; `cap`, `epoch` and `per_epoch` are as in
-    `of_clients`, of batches and steps. Raises `ConfigError` on the name of a parameter.
+    `client_budget`, of batches and steps. Raises `ConfigError` on the name of a parameter.
     """
-    with renamed(lambda name: _OF_SAMPLES.get(name, name)):
+    with rename_fields(lambda name: _SAMPLE_NAMES.get(name, name)):
         if sampling == "epochs":
             expected = "fixed, a fresh batch at each step: shuffled epochs have no accountant"
             raise ConfigError("sampling", sampling, expected)
         for name, value in (("steps", steps), ("participations", participations)):
             if value is not None and value < 1:
                 raise ConfigError(name, value, "an integer, at least 1")
-        who = _drawn(sampling, samples, batch, cap, epoch, per_epoch)
-        z = _multiplier(noise_multiplier, std, bound, who.cohort)
+        batch_sampling = _build_sampling(sampling, samples, batch, cap, epoch, per_epoch)
+        z = _multiplier(noise_multiplier, std, bound, batch_sampling.cohort)
         unknown = _unknown(z, epsilon, participations, "participations")
         query = Query("gradients", bound or 1.0, 0.0)
         rounds = steps * (1 if participations is None else participations)
-        mechanism = Mechanism(who, (query,), rounds, unit="sample", placement="step")
-        asked = _covered(mechanism, relation, delta)
+        mechanism = Mechanism(batch_sampling, (query,), rounds, unit="sample", placement="step")
+        covered_relation = _check_relation(mechanism, relation, delta)
         noisy = mechanism.with_noise(z or 1.0)
         if person is not None:
-            noisy.of_person(person)  # refuses it before anything is computed
-        return Budget(noisy, asked, delta, unknown, epsilon, steps=steps, person=person)
+            noisy.person_mechanism(person)  # refuses it before anything is computed
+        return Budget(noisy, covered_relation, delta, unknown, epsilon, steps=steps, person=person)
 
 
-_UNITS: dict[str, Callable[..., Budget]] = {"client": of_clients, "sample": of_samples}
+_UNITS: dict[str, Callable[..., Budget]] = {"client": client_budget, "sample": sample_budget}
 
 
 def from_options(unit: str = "client", **options: Any) -> Budget:
-    """`of_clients` or `of_samples` from the options of the command line; hyphens may stand for
-    underscores. Raises `ConfigError` on an option.
+    """`client_budget` or `sample_budget` from the options of the command line; hyphens may stand
+    for underscores. Raises `ConfigError` on an option.
     """
     if unit not in _UNITS:
         raise ConfigError("--unit", unit, "client or sample")
@@ -701,15 +706,15 @@ def from_options(unit: str = "client", **options: Any) -> Budget:
         if parameter.default is parameter.empty and name not in options:
             expected = f"a value with --unit {unit}, or a CONFIG (see raydpfl budget --help)"
             raise ConfigError(_flag(name), None, expected)
-    stated = {
+    arguments = {
         name: value.replace("-", "_") if isinstance(value, str) else value
         for name, value in options.items()
     }
     names = {"kind": "sampling", "target": "epsilon", "noise.bits": "bits"} | {
         name: name for name in parameters
     }
-    with renamed(lambda name: _flag(names[name]) if name in names else name):
-        return _UNITS[unit](**stated)
+    with rename_fields(lambda name: _flag(names[name]) if name in names else name):
+        return _UNITS[unit](**arguments)
 
 
 def _flag(name: str) -> str:
@@ -735,41 +740,42 @@ def _multiplier(
     return z
 
 
-def _unknown(z: float | None, epsilon: float | None, rounds: int | None, repeated: str) -> Unknown:
+def _unknown(z: float | None, epsilon: float | None, rounds: int | None, option: str) -> Unknown:
     values: dict[Unknown, float | None] = {"noise": z, "epsilon": epsilon, "rounds": rounds}
     missing = [name for name, value in values.items() if value is None]
     if len(missing) != 1:
-        stated = [name for name in values if name not in missing]
-        expected = f"two of noise (--noise-multiplier or --std), --epsilon and --{repeated}; "
-        raise ConfigError("given", stated or None, f"{expected}the third is computed")
+        known_names = [name for name in values if name not in missing]
+        expected = f"two of noise (--noise-multiplier or --std), --epsilon and --{option}; "
+        raise ConfigError("given", known_names or None, f"{expected}the third is computed")
     return missing[0]
 
 
-def _covered(mechanism: Mechanism, asked: str, delta: float) -> Relation:
+def _check_relation(mechanism: Mechanism, request: str, delta: float) -> Relation:
     """The relation asked for; auto: replace_one, unless the size of a cohort is a secret. What no
     rigorous accountant covers is refused, with the nearest combination that is covered.
     """
     if not LEAST_DELTA <= delta < 1:
         raise ConfigError("delta", delta, "a number between 0 and 1, from 1e-300 on")
-    who = mechanism.sampling
-    auto = "add_remove" if who.size_secret else "replace_one"
-    relation = cast(Relation, auto if asked == "auto" else asked)  # `covers` refuses other words
+    sampling = mechanism.sampling
+    auto = "add_remove" if sampling.size_secret else "replace_one"
+    # `covers` refuses other words
+    relation = cast(Relation, auto if request == "auto" else request)
     reason = covers("pld", mechanism, relation)
     if not reason:
         return relation
-    others: tuple[Relation, ...] = get_args(Relation)
-    relations = [other for other in others if not covers("pld", mechanism, other)]
+    known_relations: tuple[Relation, ...] = get_args(Relation)
+    relations = [other for other in known_relations if not covers("pld", mechanism, other)]
     nearest = [f"--relation {relation}" for relation in relations]
     if not covers("pld", replace(mechanism, placement="server"), relation):
         nearest.append("--placement server")
-    if who.cohort <= who.population:
+    if sampling.cohort <= sampling.population:
         for kind in ("fixed", "poisson", "with_replacement"):
-            other = replace(who, kind=kind, epoch=None, per_epoch=None, cap=None)
-            drawn = replace(mechanism, sampling=other)
-            nearest += [] if covers("pld", drawn, relation) else [f"--sampling {kind}"]
+            other = replace(sampling, kind=kind, epoch=None, per_epoch=None, cap=None)
+            candidate = replace(mechanism, sampling=other)
+            nearest += [] if covers("pld", candidate, relation) else [f"--sampling {kind}"]
     expected = f"{' or '.join(nearest)}: {reason.split('; nearest')[0]}"
     if relations:
         raise ConfigError("relation", relation, expected)
     if "--placement server" in nearest:
         raise ConfigError("placement", mechanism.placement, expected)
-    raise ConfigError("sampling", who.scheme.kind, expected)
+    raise ConfigError("sampling", sampling.scheme.kind, expected)

@@ -10,12 +10,12 @@ from typing import Any
 
 from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
-from raydpfl.privacy.accountants import named
-from raydpfl.privacy.accounting import UNREACHED, epsilon
+from raydpfl.privacy.accountants import accountant_of
+from raydpfl.privacy.accounting import UNREACHED_DELTA, epsilon
 from raydpfl.privacy.mechanism import Mechanism
-from raydpfl.privacy.search import last, narrowed
+from raydpfl.privacy.search import last, narrow_bracket
 from raydpfl.privacy.types import Relation
-from raydpfl.storage.files import cache_root, check, keep_json, kept_json
+from raydpfl.storage.files import cache_root, check, keep_json, read_own_json
 
 _VERSION = 8  # of what noise_for returns for the same question: part of the cache's key
 _TOLERANCE = 1e-4  # relative, of z
@@ -44,12 +44,14 @@ def noise_for(
     """
     _check(target, mechanism)
     rounds = mechanism.rounds if rounds is None else rounds
-    asked = (target, mechanism, relation, delta, accountant, rounds, v)
+    arguments = (target, mechanism, relation, delta, accountant, rounds, v)
     # a name does not say what user-defined code computes
-    if is_user_defined(type(mechanism.sampling.scheme)) or is_user_defined(type(named(accountant))):
-        return _search(*asked)
+    if is_user_defined(type(mechanism.sampling.scheme)) or is_user_defined(
+        type(accountant_of(accountant))
+    ):
+        return _search(*arguments)
     question = [mechanism.with_noise(1.0).digest(), rounds, relation, delta, accountant, v, target]
-    return cached(question, lambda: _search(*asked))
+    return cached(question, lambda: _search(*arguments))
 
 
 def rounds_for(
@@ -81,7 +83,7 @@ def cached(question: list, compute: Callable[[], Any]) -> Any:
     question = [_VERSION, *versions, *question]
     path = cache_root() / f"noise-{check(question)}.json"
     try:
-        answer = kept_json(path)
+        answer = read_own_json(path)
         if answer["check"] == check(question, answer["noise_multiplier"]):
             return answer["noise_multiplier"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -104,32 +106,32 @@ def _search(
     # so that rounding in a curve of the same mechanism cannot overstep the budget
     aim = target * (1 - 1e-6)
 
-    def spent(z: float) -> float:
+    def epsilon_at(z: float) -> float:
         return epsilon(mechanism.with_noise(z), relation, delta, rounds, accountant, v)
 
     def excess(log_z: float) -> float:
-        return min(math.log(max(spent(math.exp(log_z)) / aim, 1e-9)), 20.0)
+        return min(math.log(max(epsilon_at(math.exp(log_z)) / aim, 1e-9)), 20.0)
 
     guess = mechanism.sampling.q * math.sqrt(2 * rounds * math.log(1 / delta)) / target
     low, high = _bracket(excess, math.log(min(max(guess, 0.2), 1e6)))
     if low[1] > 0 and high[1] <= 0:
-        return math.exp(narrowed(excess, low, high, _TOLERANCE))
+        return math.exp(narrow_bracket(excess, low, high, _TOLERANCE))
     run = f"in {rounds} rounds of {mechanism.sampling}, by {accountant}"
-    most = mechanism.with_noise(math.exp(high[0]))
-    if high[1] > 0 and most.integer:
-        wider = replace(most, integer=replace(most.integer, bits=32))
-        if epsilon(wider, relation, delta, rounds, accountant, v) <= aim:
-            steps = most.integer.share * most.integer.lattice(most.noise_multiplier).std
+    extreme = mechanism.with_noise(math.exp(high[0]))
+    if high[1] > 0 and extreme.integer:
+        wide_release = replace(extreme, integer=replace(extreme.integer, bits=32))
+        if epsilon(wide_release, relation, delta, rounds, accountant, v) <= aim:
+            steps = extreme.integer.share * extreme.integer.lattice(extreme.noise_multiplier).std
             expected = f"more: sums of so few bits hold noise of {steps:.4g} steps at most, which "
-            least = spent(most.noise_multiplier)
-            expected += f"spends {least:.4g}" if math.isfinite(least) else "has no guarantee"
-            raise ConfigError("noise.bits", most.integer.bits, f"{expected} {run}")
-    if high[1] > 0 and most.private and math.isinf(spent(most.noise_multiplier)):
-        raise ConfigError("delta", delta, f"more: {UNREACHED.format(accountant)} {run}")
-    others = [f"the {query.name}" for query in mechanism.queries if query.per_client]
-    others += [f"the {mechanism.survey}"] if mechanism.survey else []
-    if others:
-        run += f" ({', '.join(others)} alone, with the noise given, spend {spent(1e12):.4g})"
+            floor = epsilon_at(extreme.noise_multiplier)
+            expected += f"spends {floor:.4g}" if math.isfinite(floor) else "has no guarantee"
+            raise ConfigError("noise.bits", extreme.integer.bits, f"{expected} {run}")
+    if high[1] > 0 and extreme.private and math.isinf(epsilon_at(extreme.noise_multiplier)):
+        raise ConfigError("delta", delta, f"more: {UNREACHED_DELTA.format(accountant)} {run}")
+    releases = [f"the {query.name}" for query in mechanism.queries if query.per_client]
+    releases += [f"the {mechanism.survey}"] if mechanism.survey else []
+    if releases:
+        run += f" ({', '.join(releases)} alone, with the noise given, spend {epsilon_at(1e12):.4g})"
     if high[1] > 0:
         expected = f"more: at delta {delta:g} no noise, however large, spends so little {run}"
         raise ConfigError("target", target, expected)
@@ -155,6 +157,6 @@ def _bracket(
 def _check(target: float, mechanism: Mechanism) -> None:
     if not (isinstance(target, (int, float)) and 0 < target < math.inf):
         raise ConfigError("target", target, "a positive finite number")
-    if mechanism.unproved:
-        expected = f"none here, as no proof holds it: {mechanism.unproved}; give noise.multiplier, "
-        raise ConfigError("target", target, f"{expected}whose guarantees say what is proved")
+    if mechanism.proof_gap:
+        expected = f"none here, as no proof holds it: {mechanism.proof_gap}; give noise.multiplier,"
+        raise ConfigError("target", target, f"{expected} whose guarantees say what is proved")

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy.accountants import named
+from raydpfl.privacy.accountants import accountant_of
 from raydpfl.privacy.accountants.base import Part
-from raydpfl.privacy.accounting import UNREACHED, uncovered
-from raydpfl.privacy.guarantee import Guarantee, Observer, Scope, holding
+from raydpfl.privacy.accounting import UNREACHED_DELTA, refusal_reason
+from raydpfl.privacy.guarantee import Guarantee, Observer, Scope, tightest_guarantees
 from raydpfl.privacy.local_steps import LocalSteps
 from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.privacy.observers import ObserverView, views
@@ -64,10 +64,10 @@ class StepsRelease:
     rows: str  # what batches are drawn among, and how, in words
 
     def __str__(self) -> str:
-        most = f"up to {int(self.participations.max())} participations of a client"
-        return f"noise at local steps, {most}, seed {self.seed}"
+        participations_text = f"up to {int(self.participations.max())} participations of a client"
+        return f"noise at local steps, {participations_text}, seed {self.seed}"
 
-    def same_batches(self, other: StepsRelease) -> bool:
+    def has_same_batches(self, other: StepsRelease) -> bool:
         """Whether, by their one seed, their batches are the same as long as both last."""
         numbers = [
             (one.samples, one.batches, one.client_steps) for one in (self.release, other.release)
@@ -93,23 +93,23 @@ class Composition:
     @property
     def epsilon(self) -> Guarantee | None:
         """That which holds against the observer who sees least; None: none does."""
-        return next(iter(holding(self.guarantees)), None)
+        return next(iter(tightest_guarantees(self.guarantees)), None)
 
     def words(self, subject: str) -> str:
         """What `subject` spends, as a sentence."""
-        held = self.epsilon
-        if held is None:
+        claim = self.epsilon
+        if claim is None:
             reasons = [*self.notes, *(w for one in self.guarantees for w in one.conditions_failed)]
             return f"No epsilon covers {subject}: {'; '.join(dict.fromkeys(reasons))}."
-        spent = f"{held.epsilon:.4g} at delta {held.delta:g} (by {held.accountant}, of"
-        observer = ", ".join(filter(None, (held.observer.value, held.sampling.knows)))
-        text = f"Epsilon of {subject}: {spent} {observer})"
+        cost = f"{claim.epsilon:.4g} at delta {claim.delta:g} (by {claim.accountant}, of"
+        observer = ", ".join(filter(None, (claim.observer.value, claim.sampling.knows)))
+        text = f"Epsilon of {subject}: {cost} {observer})"
         return "; ".join([text, *self.notes]) + "."
 
     def to_dict(self, runs: bool = True) -> dict[str, Any]:
         """Everything, or all but the `runs`, for strict JSON: "infinity" for infinite numbers."""
         return ({"runs": [run.name for run in self.runs]} if runs else {}) | {
-            "guarantees": [guarantee.to_dict() for guarantee in self.guarantees],
+            "guarantees": [claim.to_dict() for claim in self.guarantees],
             "notes": [*self.notes],
         }
 
@@ -128,47 +128,47 @@ def together(
     Raises:
         ConfigError: the runs have guarantees under different relations.
     """
-    seen = _by_observer(runs)
-    against = [(each, _parts(each)) for each in seen]
+    views_by_observer = _views_by_observer(runs)
+    parts_by_observer = [(views, _parts(views)) for views in views_by_observer]
     notes = []
-    if any(view.mechanism.hidden for view in seen[0]):
-        reason = _correlated(runs, seen[0], adaptive)
+    if any(view.mechanism.hidden for view in views_by_observer[0]):
+        reason = _secrecy_refusal(runs, views_by_observer[0], adaptive)
         if reason:
             notes.append(f"no epsilon with the cohorts hidden: {reason}")
-            del against[0]
+            del parts_by_observer[0]
         else:
-            against[0] = seen[0], _by_seed(runs, seen[0])
+            parts_by_observer[0] = views_by_observer[0], _hidden_parts(runs, views_by_observer[0])
     guarantees = []
     for name in accountants:
-        for seen_by, parts in against:
-            scopes = dict.fromkeys(str(view.scope) for view in seen_by)
+        for group, parts in parts_by_observer:
+            scopes = dict.fromkeys(str(view.scope) for view in group)
             words = f"{len(runs)} runs together: {'; '.join(scopes)}"
-            one = _guarantee(seen_by, words, named(name).together, name, delta, parts)
+            one = _guarantee(group, words, accountant_of(name).together, name, delta, parts)
             guarantees.append(one)
     return Composition(tuple(runs), tuple(guarantees), tuple(notes))
 
 
-def _correlated(
+def _secrecy_refusal(
     runs: Sequence[RunRelease], secret: Sequence[ObserverView], adaptive: bool
 ) -> str | None:
     """Why the secrecy of the cohorts is not known to compose; None: it does."""
     for seed in dict.fromkeys(run.seed for run in runs):
-        same = [(r, v) for r, v in zip(runs, secret, strict=True) if r.seed == seed]
-        if len(same) == 1 or not any(view.mechanism.hidden for _, view in same):
+        seed_pairs = [(r, v) for r, v in zip(runs, secret, strict=True) if r.seed == seed]
+        if len(seed_pairs) == 1 or not any(view.mechanism.hidden for _, view in seed_pairs):
             continue
-        names = " and ".join(run.name for run, _ in same[:2])
-        if len({run.cohorts for run, _ in same}) > 1:
+        names = " and ".join(run.name for run, _ in seed_pairs[:2])
+        if len({run.cohorts for run, _ in seed_pairs}) > 1:
             return f"{names} draw different cohorts from the same seed {seed}, not independently"
-        events = [view.mechanism.event(view.relation) for _, view in same]
+        events = [view.mechanism.event(view.relation) for _, view in seed_pairs]
         if len({(str(event.sampling), *astuple(event.sampling)[1:]) for event in events}) > 1:
             return f"{names} have the same seed {seed}, and are accounted for by other samplings"
         if any(event.skellam or event.squares for event in events):
             noise = "Skellam, or correlated over the rounds, of which no amplification of both"
             return f"{names} have the same seed {seed}, and noise that is {noise} is proved"
-        if any(view.mechanism.laplace for _, view in same):
+        if any(view.mechanism.laplace for _, view in seed_pairs):
             return f"{names} have the same seed {seed}, and noise that is Laplace"
-        absent = all(view.relation != "replace_one" for _, view in same)
-        coins = all(view.mechanism.sampling.coins is not None for _, view in same)
+        absent = all(view.relation != "replace_one" for _, view in seed_pairs)
+        coins = all(view.mechanism.sampling.coins is not None for _, view in seed_pairs)
         if adaptive and not (coins and absent):
             return (
                 f"{names} have the same seed {seed}, so the same cohorts, and for runs one after "
@@ -178,49 +178,49 @@ def _correlated(
     return None
 
 
-def _by_seed(runs: Sequence[RunRelease], secret: Sequence[ObserverView]) -> list[Part]:
+def _hidden_parts(runs: Sequence[RunRelease], secret: Sequence[ObserverView]) -> list[Part]:
     """What composes with the cohorts hidden. Runs of one seed release, in a round, sums over the
     same cohort.
     """
     parts: list[Part] = []
     for seed in dict.fromkeys(run.seed for run in runs):
-        same = [v for r, v in zip(runs, secret, strict=True) if r.seed == seed]
-        if len(same) == 1 or not any(view.mechanism.hidden for view in same):
-            parts += _parts(same)
+        seed_views = [v for r, v in zip(runs, secret, strict=True) if r.seed == seed]
+        if len(seed_views) == 1 or not any(view.mechanism.hidden for view in seed_views):
+            parts += _parts(seed_views)
             continue
-        events = [(view.mechanism.event(view.relation), view.rounds) for view in same]
+        events = [(view.mechanism.event(view.relation), view.rounds) for view in seed_views]
         if events[0][0].sampling.epoch:  # whose rounds depend on each other
-            most = max(rounds for _, rounds in events)
-            events = [(event, most) for event, _ in events]
+            max_rounds = max(rounds for _, rounds in events)
+            events = [(event, max_rounds) for event, _ in events]
         if any(event.mus for event, _ in events):
-            once = math.hypot(*(event.once for event, _ in events))
+            once_mu = math.hypot(*(event.once for event, _ in events))
             squares = np.zeros(max(rounds for _, rounds in events))
             for event, rounds in events:
                 squares[:rounds] += event.first(rounds) ** 2
             mus = tuple(np.sqrt(squares).tolist())
-            joint = replace(events[0][0], mu=max(mus, default=0.0), mus=mus, once=once)
+            joint = replace(events[0][0], mu=max(mus, default=0.0), mus=mus, once=once_mu)
             parts.append((joint, len(mus)))
             continue
-        parts += of_one_sample(events)
+        parts += shared_sample_parts(events)
     return parts
 
 
-def of_one_sample(events: Sequence[Part]) -> list[Part]:
+def shared_sample_parts(events: Sequence[Part]) -> list[Part]:
     """What composes of releases over the same hidden samples: one Gaussian for all that last."""
     parts: list[Part] = []
-    once = math.hypot(*(event.once for event, _ in events))
-    before = 0
+    once_mu = math.hypot(*(event.once for event, _ in events))
+    start = 0
     for last in sorted({count for _, count in events}):
         longer = [event for event, count in events if count >= last]
         mu = math.hypot(*(event.mu for event in longer))
-        also = math.hypot(*(event.also for event in longer))
-        parts.append((replace(longer[0], mu=mu, also=also, once=once), last - before))
-        before, once = last, 0.0
+        extra_mu = math.hypot(*(event.also for event in longer))
+        parts.append((replace(longer[0], mu=mu, also=extra_mu, once=once_mu), last - start))
+        start, once_mu = last, 0.0
     return parts
 
 
-def _parts(seen: Sequence[ObserverView]) -> list[Part]:
-    return [(view.mechanism.event(view.relation), view.rounds) for view in seen]
+def _parts(views: Sequence[ObserverView]) -> list[Part]:
+    return [(view.mechanism.event(view.relation), view.rounds) for view in views]
 
 
 def best_of(
@@ -236,15 +236,15 @@ def best_of(
     guarantees = []
     subject = f"the best run alone, of {repetition}"
     for name in accountants:
-        for seen in _by_observer(runs):
-            scopes = dict.fromkeys(str(view.scope) for view in seen)
+        for observer_views in _views_by_observer(runs):
+            scopes = dict.fromkeys(str(view.scope) for view in observer_views)
             words = f"{subject}: {' or '.join(scopes)}"
-            of_runs = functools.partial(named(name).best_of, repetition)
-            guarantees.append(_guarantee(seen, words, of_runs, name, delta))
+            search_epsilon = functools.partial(accountant_of(name).best_of, repetition)
+            guarantees.append(_guarantee(observer_views, words, search_epsilon, name, delta))
     return Composition(tuple(runs), tuple(guarantees), (), subject)
 
 
-def _by_observer(runs: Sequence[RunRelease]) -> list[list[ObserverView]]:
+def _views_by_observer(runs: Sequence[RunRelease]) -> list[list[ObserverView]]:
     """What each observer sees of every run: of sums, not knowing the cohorts and (where that
     differs) knowing them; of single updates, where all have noise.
     """
@@ -252,20 +252,20 @@ def _by_observer(runs: Sequence[RunRelease]) -> list[list[ObserverView]]:
     if len(relations) > 1:
         expected = "one relation for all runs, as guarantees under several do not compose"
         raise ConfigError("privacy.relation", sorted(relations), expected)
-    seen = [[*views(r.mechanism, r.relation, r.rounds, r.participations)] for r in runs]
-    sums = [[view for view in each if view.observer == Observer.AGGREGATES] for each in seen]
-    updates = [[view for view in each if view.observer == Observer.UPDATES] for each in seen]
-    first = [each[0] for each in sums]
-    by_observer = [first, [each[-1] for each in sums]]
-    if not any(view.mechanism.hidden for view in first):
+    rows = [[*views(r.mechanism, r.relation, r.rounds, r.participations)] for r in runs]
+    sums = [[view for view in row if view.observer == Observer.AGGREGATES] for row in rows]
+    updates = [[view for view in row if view.observer == Observer.UPDATES] for row in rows]
+    first_views = [row[0] for row in sums]
+    by_observer = [first_views, [row[-1] for row in sums]]
+    if not any(view.mechanism.hidden for view in first_views):
         del by_observer[0]
     if all(updates):
-        by_observer.append([each[-1] for each in updates])
+        by_observer.append([row[-1] for row in updates])
     return by_observer
 
 
 def _guarantee(
-    seen: Sequence[ObserverView],
+    views: Sequence[ObserverView],
     words: str,
     epsilon_of: Callable[[Sequence[Part], float], float],
     accountant: str,
@@ -273,21 +273,21 @@ def _guarantee(
     parts: Sequence[Part] | None = None,
 ) -> Guarantee:
     """The guarantee against an observer of all of this; `parts` compose, None: each by itself."""
-    reasons = [reason for view in seen if (reason := uncovered(accountant, view))]
-    unproved = [view.mechanism.unproved for view in seen if view.mechanism.unproved]
+    reasons = [reason for view in views if (reason := refusal_reason(accountant, view))]
+    gaps = [view.mechanism.proof_gap for view in views if view.mechanism.proof_gap]
     epsilon = math.inf
-    unreached: tuple[str, ...] = ()
+    unreached_reasons: tuple[str, ...] = ()
     if not reasons:
-        spent = [part for part in (_parts(seen) if parts is None else parts) if part[1]]
-        epsilon = epsilon_of(spent, delta) if spent else 0.0
-        unreached = (UNREACHED.format(accountant),) * math.isinf(epsilon)
-    last = seen[-1]
-    relations = {view.relation for view in seen}
-    knows = next((view.scope.knows for view in seen if view.scope.knows), "")
+        releases = [part for part in (_parts(views) if parts is None else parts) if part[1]]
+        epsilon = epsilon_of(releases, delta) if releases else 0.0
+        unreached_reasons = (UNREACHED_DELTA.format(accountant),) * math.isinf(epsilon)
+    last = views[-1]
+    relations = {view.relation for view in views}
+    knows = next((view.scope.knows for view in views if view.scope.knows), "")
     return Guarantee(
-        "unproven" if unproved else "rigorous", accountant, last.mechanism.unit,
+        "unproven" if gaps else "rigorous", accountant, last.mechanism.unit,
         "zero_out" if "zero_out" in relations else last.relation,
         last.observer, Scope(words, knows), epsilon, delta,
-        tuple(dict.fromkeys(words for view in seen for words in view.mechanism.exclusions)),
-        tuple(dict.fromkeys([*reasons, *unproved, *unreached])),
+        tuple(dict.fromkeys(words for view in views for words in view.mechanism.exclusions)),
+        tuple(dict.fromkeys([*reasons, *gaps, *unreached_reasons])),
     )  # fmt: skip

@@ -10,15 +10,15 @@ many there are (`toeplitz_squares`, `tree_squares`).
 Of 2,000 rounds, where a client is in at most 3 that are at least 484 apart, the std of the noise in
 the sums so far (root mean square, in bounds, for z of std 1 times the sensitivity):
 
->>> at_most = {"separation": 484, "participations": 3}
->>> round(error([1.0], 2000, **at_most), 1)  # independent noise
+>>> pattern = {"separation": 484, "participations": 3}
+>>> round(error([1.0], 2000, **pattern), 1)  # independent noise
 54.8
->>> round(error(banded_toeplitz(484, 2000), 2000, **at_most), 1)
+>>> round(error(banded_toeplitz(484, 2000), 2000, **pattern), 1)
 6.0
->>> round(error(square_root(2000), 2000, **at_most), 1)
+>>> round(error(square_root(2000), 2000, **pattern), 1)
 6.8
->>> decays, scales = buffered_toeplitz(4, 2000, **at_most)
->>> round(error(buffered(decays, scales, 2000), 2000, **at_most), 1)
+>>> decays, scales = buffered_toeplitz(4, 2000, **pattern)
+>>> round(error(buffered_column(decays, scales, 2000), 2000, **pattern), 1)
 6.1
 
 [1] Denisov, McMahan, Rush, Smith, Thakurta. Improved differential privacy for SGD via optimal
@@ -81,7 +81,7 @@ def banded_toeplitz(bands: int, rounds: int, momentum: float = 0.0) -> np.ndarra
     return c
 
 
-def buffered(decays: Coefficients, scales: Coefficients, rounds: int) -> np.ndarray:
+def buffered_column(decays: Coefficients, scales: Coefficients, rounds: int) -> np.ndarray:
     """The first column of a buffered linear Toeplitz matrix ([4]), float64 [rounds]: c_0 = 1 and
     c_j = sum over the buffers of scale x decay^(j - 1).
     """
@@ -114,16 +114,16 @@ def buffered_toeplitz(
 
     def excess(x: np.ndarray) -> tuple[float, np.ndarray]:
         decays, scales = of(x)
-        c = buffered(decays, scales, rounds)
+        c = buffered_column(decays, scales, rounds)
         value, slope = _log_error(c[1:], workload, separation, participations, True)
-        each = np.power.outer(decays, powers)
-        by_scale = each @ slope
+        basis = np.power.outer(decays, powers)
+        by_scale = basis @ slope
         by_scale = scales * (by_scale - scales @ by_scale)
-        each[:, 1:] = each[:, :-1] * powers[1:]
-        each[:, :1] = 0.0
-        return value, np.concatenate([(each @ slope) * scales * decays * (1 - decays), by_scale])
+        basis[:, 1:] = basis[:, :-1] * powers[1:]
+        basis[:, :1] = 0.0
+        return value, np.concatenate([(basis @ slope) * scales * decays * (1 - decays), by_scale])
 
-    best, least = None, math.inf
+    best, min_error = None, math.inf
     for slowest in (1.0, 0.1, 0.01):  # of the rates at which a buffer fades, in 1 / rounds
         rates = np.geomspace(0.5, min(0.4, 1 / (slowest * rounds)), buffers)
         start = np.concatenate([logit(1 - rates), np.log(rates**0.5 / (rates**0.5).sum())])
@@ -132,8 +132,8 @@ def buffered_toeplitz(
         optimum = minimize(
             excess, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options
         )
-        if optimum.fun < least:
-            best, least = optimum.x, float(optimum.fun)
+        if optimum.fun < min_error:
+            best, min_error = optimum.x, float(optimum.fun)
     assert best is not None
     decays, scales = of(best)
     order = np.argsort(decays)
@@ -160,10 +160,10 @@ def _log_error(
     workload: np.ndarray,
     separation: int = 1,
     participations: int = 1,
-    transformed: bool = False,
+    use_fft: bool = False,
 ) -> tuple[float, np.ndarray]:
     """log(mean over the rounds of the squares in A C^-1, times the squared sensitivity), and its
-    gradient in tail; `transformed`: by FFT, for long tails.
+    gradient in tail; `use_fft`: by FFT, for long tails.
     """
     from scipy.signal import fftconvolve, lfilter
 
@@ -171,23 +171,23 @@ def _log_error(
     rounds = len(workload)
     with np.errstate(over="ignore", invalid="ignore"):
         column = lfilter([1.0], c, workload)  # of A C^-1, which is Toeplitz too
-        weighted = column * np.arange(rounds, 0, -1) / rounds  # entry k stands in rounds - k rows
-        mean = weighted @ column
+        shares = column * np.arange(rounds, 0, -1) / rounds  # entry k stands in rounds - k rows
+        mean = shares @ column
         fall = lfilter([1.0], c, column)  # d column / d c_j = -fall, j places later
-        if transformed:
-            slope = -2 * fftconvolve(weighted, fall[::-1])[rounds : rounds + len(tail)]
+        if use_fft:
+            slope = -2 * fftconvolve(shares, fall[::-1])[rounds : rounds + len(tail)]
         else:
-            slope = -2 * np.array([weighted[j:] @ fall[: rounds - j] for j in range(1, len(c))])
+            slope = -2 * np.array([shares[j:] @ fall[: rounds - j] for j in range(1, len(c))])
     # a step too far, where C^-1 grows exponentially
     if not (np.isfinite(mean) and np.isfinite(slope).all()):
         return 1e300, np.zeros(len(tail))
     if participations == 1:
         return math.log(mean * (c @ c)), slope / mean + 2 * tail / (c @ c)
-    moved = _moved(c, rounds, separation, participations)
-    square = moved @ moved
+    column_sum = _column_sum(c, rounds, separation, participations)
+    square = column_sum @ column_sum
     places = range(0, min(participations * separation, rounds), separation)
-    shifted = [np.pad(moved[place:], (0, len(c)))[1 : len(c)] for place in places]
-    return math.log(mean * square), slope / mean + 2 * np.sum(shifted, axis=0) / square
+    shifted_columns = [np.pad(column_sum[place:], (0, len(c)))[1 : len(c)] for place in places]
+    return math.log(mean * square), slope / mean + 2 * np.sum(shifted_columns, axis=0) / square
 
 
 def error(
@@ -205,19 +205,19 @@ def error(
     c = np.asarray(c, np.float64)
     _check_shape(len(c), rounds, momentum)
     if participations > 1:
-        _check_covered(c, separation)
+        _check_coefficients(c, separation)
     workload = _workload(rounds, momentum)
     return math.exp(_log_error(c[1:] / c[0], workload, separation, participations)[0] / 2)
 
 
-def _check_covered(c: np.ndarray, separation: int) -> None:
+def _check_coefficients(c: np.ndarray, separation: int) -> None:
     if len(c) > separation and (c[-1] < 0 or (np.diff(c) > 0).any()):
         expected = f"as many as the {separation} rounds after which a client may take part again, "
         expected += "or numbers from 0 that do not increase"
         raise ConfigError("coefficients", len(c), expected)
 
 
-def _moved(c: np.ndarray, rounds: int, separation: int, participations: int) -> np.ndarray:
+def _column_sum(c: np.ndarray, rounds: int, separation: int, participations: int) -> np.ndarray:
     """The sum of the columns of C at rounds 0, separation, ...: float64 [rounds]."""
     turns = -(-rounds // separation)
     rows = np.zeros(turns * separation)
@@ -236,16 +236,16 @@ def toeplitz_squares(
     that are negative or increase.
     """
     c = np.asarray(c, np.float64)
-    _check_covered(c, separation)
-    most = max(1, min(participations, -(-rounds // separation)))
+    _check_coefficients(c, separation)
+    max_participations = max(1, min(participations, -(-rounds // separation)))
     column = np.zeros(rounds)
     column[: min(len(c), rounds)] = c[:rounds]
-    moved = np.zeros(rounds)
-    squares = np.zeros(most)
+    column_sum = np.zeros(rounds)
+    squares = np.zeros(max_participations)
     total = 0.0
-    for n in range(most):
+    for n in range(max_participations):
         place = n * separation
-        new, before = column[: rounds - place], moved[place:]
+        new, before = column[: rounds - place], column_sum[place:]
         total += float(new @ new + 2 * (new @ before))
         before += new
         squares[n] = total
@@ -260,7 +260,7 @@ def tree_squares(
     sum over the complete nodes of (participations in it)^2 ([6] Appendix D), for updates of norm 1.
     Exact, by dynamic programming over the nodes.
     """
-    most = max(1, min(participations, -(-rounds // separation)))
+    max_participations = max(1, min(participations, -(-rounds // separation)))
 
     # best values: float64 [participations from 0, rounds that the next must still wait for], -inf
     # where there is no such pattern, or a better one that waits no longer
@@ -270,16 +270,16 @@ def tree_squares(
         size = 1 << height
         best = np.full((2, separation), -np.inf)
         if size > separation:
-            best = followed(complete(height - 1, wait), height - 1)
+            best = append_node(complete(height - 1, wait), height - 1)
             return best + np.arange(len(best))[:, None] ** 2
         best[0, max(wait - size, 0)] = 0.0
         if wait < size:  # one at most, the earliest
             best[1, min(max(separation + wait - size, 0), separation - 1)] = height + 1
         return best
 
-    def followed(before: np.ndarray, height: int) -> np.ndarray:
+    def append_node(before: np.ndarray, height: int) -> np.ndarray:
         """Of what has the values `before`, followed by a complete node of this height."""
-        rows = min(len(before) + (1 << height), most + 1)
+        rows = min(len(before) + (1 << height), max_participations + 1)
         best = np.full((rows, separation), -np.inf)
         for count, wait in np.argwhere(np.isfinite(before)).tolist():
             after = complete(height, wait)[: rows - count]
@@ -290,12 +290,12 @@ def tree_squares(
         return best
 
     block = min(restart or rounds, rounds)
-    best = np.full((most + 1, separation), -np.inf)
+    best = np.full((max_participations + 1, separation), -np.inf)
     best[0, 0] = 0.0
     for size in [block] * (rounds // block) + [rounds % block]:
         for height in reversed(range(size.bit_length())):
             if size >> height & 1:
-                best = followed(best, height)
+                best = append_node(best, height)
     # where the last must be in an incomplete node, one more may come to less
     return np.maximum.accumulate(best.max(1)[1:])
 
@@ -309,7 +309,7 @@ STRATEGIES: dict[str, Callable[..., np.ndarray]] = {
         banded_toeplitz(bands or min(most[0], rounds), rounds), rounds, *most
     ),
     "buffered": lambda rounds, *most, buffers=3: _unit_squares(
-        buffered(*buffered_toeplitz(buffers, rounds, 0.0, *most), rounds), rounds, *most
+        buffered_column(*buffered_toeplitz(buffers, rounds, 0.0, *most), rounds), rounds, *most
     ),
 }
 

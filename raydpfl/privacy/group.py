@@ -55,25 +55,25 @@ class GroupSampling(SamplingScheme):
         return "samples of one person together"
 
     def words(self, sampling):
-        return self.scheme.words(self._of_one(sampling))
+        return self.scheme.words(self._base_sampling(sampling))
 
     def refuses(self, relation):
         return self.scheme.refuses(relation)
 
     def moved(self, sampling, relation):
-        return self.group * self.scheme.moved(self._of_one(sampling), relation)
+        return self.group * self.scheme.moved(self._base_sampling(sampling), relation)
 
     def curves(self, sampling, mu, relation):
-        return self.scheme.group_curves(self._of_one(sampling), mu, self.group, relation)
+        return self.scheme.group_curves(self._base_sampling(sampling), mu, self.group, relation)
 
     def renyi(self, sampling, mu, relation):
         """Of up to 2^c units at order a >= 2 it is 3^c times that of one at 2^c a."""
         doublings = math.ceil(math.log2(self.group))
-        one = self.scheme.renyi(self._of_one(sampling), mu, relation)
-        at = np.searchsorted(rdp.ORDERS, 2**doublings * np.maximum(rdp.ORDERS, 2.0))
-        return 3**doublings * np.append(one, np.inf)[at]
+        one = self.scheme.renyi(self._base_sampling(sampling), mu, relation)
+        order_index = np.searchsorted(rdp.ORDERS, 2**doublings * np.maximum(rdp.ORDERS, 2.0))
+        return 3**doublings * np.append(one, np.inf)[order_index]
 
-    def _of_one(self, sampling: Sampling) -> Sampling:
+    def _base_sampling(self, sampling: Sampling) -> Sampling:
         return replace(sampling, kind=self.scheme)
 
 
@@ -82,8 +82,8 @@ def together(sampling: Sampling, group: int) -> tuple[Sampling, int]:
     sensitivity of one: `group` where all are in every batch, and the size of a batch where a batch
     of fixed size has no others.
     """
-    whose = "all" if group == sampling.population else f"{group} of them"
-    rule = ", ".join(filter(None, (sampling.rule, f"{whose} of one person")))
+    group_text = "all" if group == sampling.population else f"{group} of them"
+    rule = ", ".join(filter(None, (sampling.rule, f"{group_text} of one person")))
     if group < sampling.population or sampling.size is None:
         if not sampling.hidden:
             return replace(sampling, rule=rule), group

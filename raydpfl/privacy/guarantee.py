@@ -36,7 +36,7 @@ _EVENTS = {
 }
 FALSE_ALARMS = 0.05  # at which `Guarantee.detection` says what can be detected
 GROUP = "by group privacy"  # in the scope of a person's guarantee that is not the person's own
-DECLARED = "(tested, not proved)"  # ends an exclusion: what a user-defined class declares
+DECLARED_SUFFIX = "(tested, not proved)"  # ends an exclusion: what a user-defined class declares
 KINDS = {"paper": "the formula as printed", "rigorous": "rigorous", "unproven": "not proved"}
 
 
@@ -63,24 +63,24 @@ class Scope:
     def __str__(self) -> str:
         return self.words
 
-    def marked(self, words: str) -> Scope:
+    def add_words(self, words: str) -> Scope:
         """The same that relies on something else besides, in words."""
         return replace(self, words=f"{self.words}, {words}") if words else self
 
     @classmethod
-    def of_cohorts(
-        cls, sampling: Sampling, participations: Participations | None = None, also: str = ""
+    def from_cohorts(
+        cls, sampling: Sampling, participations: Participations | None = None, extras: str = ""
     ) -> Scope:
-        """Cohorts of clients; with `participations`, against an observer who knows them. `also` is
-        released next to the rounds, in words.
+        """Cohorts of clients; with `participations`, against an observer who knows them.
+        `extras` are released next to the rounds, in words.
         """
-        hidden = HIDDEN_COHORT if sampling.hidden else ""
-        knows = "cohort known" if participations else hidden
-        parts = (str(sampling), knows, str(participations or ""), also)
+        hidden_words = HIDDEN_COHORT if sampling.hidden else ""
+        knows = "cohort known" if participations else hidden_words
+        parts = (str(sampling), knows, str(participations or ""), extras)
         return cls(", ".join(filter(None, parts)), knows, participations)
 
     @classmethod
-    def of_batches(cls, sampling: Sampling) -> Scope:
+    def from_batches(cls, sampling: Sampling) -> Scope:
         """One client's batches of samples at every local step."""
         if not sampling.hidden:
             return cls(f"batches: {sampling}")
@@ -116,7 +116,7 @@ class Guarantee:
     @property
     def declared(self) -> tuple[str, ...]:
         """The exclusions by which the guarantee relies on what user-defined classes declare."""
-        return tuple(words for words in self.exclusions if words.endswith(DECLARED))
+        return tuple(words for words in self.exclusions if words.endswith(DECLARED_SUFFIX))
 
     def brief(self) -> Guarantee:
         """The same with those exclusions alone."""
@@ -144,15 +144,15 @@ class Guarantee:
         clients = self.sampling if self.unit == "client" else None
         return (self.kind, self.unit, self.relation, self.observer, clients, self.delta)
 
-    def leaving_out(self, what: str, whose: str) -> Guarantee:
-        """The same as a number that nothing proves, as it leaves out `what`; its accountant is
-        named as that of the clients `whose` it counts.
+    def add_exclusion(self, exclusion: str, client_group: str) -> Guarantee:
+        """The same as a number that nothing proves, as it leaves out `exclusion`. The name of its
+        accountant says which clients it counts, `client_group`.
         """
         return replace(
             self,
             kind="unproven" if self.kind == "rigorous" else self.kind,
-            accountant=f"{self.accountant} of the {whose}",
-            exclusions=(*self.exclusions, what),
+            accountant=f"{self.accountant} of the {client_group}",
+            exclusions=(*self.exclusions, exclusion),
         )
 
     def to_dict(self, curve: bool = False) -> dict[str, Any]:
@@ -181,31 +181,31 @@ class Guarantee:
             1 - (1 - FALSE_ALARMS - self.delta) / likelier,
             1.0,
         )
-        hidden = _SECRETS.get(self.sampling.knows)
-        but = f", but not {hidden}," if hidden else ""
+        secret = _SECRETS.get(self.sampling.knows)
+        secret_text = f", but not {secret}," if secret else ""
         return (
             f"Epsilon {self.epsilon:.4g} at delta {self.delta:g} means: at a false-alarm rate of "
-            f"{FALSE_ALARMS:.0%}, an observer of {self.observer}{but} can detect that one "
+            f"{FALSE_ALARMS:.0%}, an observer of {self.observer}{secret_text} can detect that one "
             f"{self.unit} {_EVENTS.get(self.relation, 'differed')} at most {100 * power:.4g}% of "
             f"the time; blind guessing detects {FALSE_ALARMS:.0%}."
         )
 
-    def concentrated(self) -> str:
+    def zcdp_sentence(self) -> str:
         return f"It is zCDP with rho {self.rho:.4g}"
 
-    def about(self) -> str:
+    def terms_text(self) -> str:
         """Delta, the unit and the relation, in words."""
         return f"at delta {self.delta:g} for one {self.unit}, {_RELATIONS[self.relation]}"
 
     def sentence(self) -> str:
         """The whole guarantee in plain English; nothing is left out."""
-        text = f"epsilon {self.epsilon:.4g} {self.about()}, "
+        text = f"epsilon {self.epsilon:.4g} {self.terms_text()}, "
         if math.isinf(self.epsilon):
             protects = f"for one {self.unit}, {_RELATIONS[self.relation]}"
             text = f"No privacy is shown (epsilon infinite) {protects}, "
         text += f"against an observer of {self.observer} ({self.sampling}): "
         text += f"{KINDS[self.kind]}, by {self.accountant}."
-        text += "" if self.rho is None else f" {self.concentrated()}."
+        text += "" if self.rho is None else f" {self.zcdp_sentence()}."
         if self.exclusions:
             text += f" Not accounted for: {'; '.join(self.exclusions)}."
         if self.conditions_failed:
@@ -224,45 +224,45 @@ def column(accountant: str) -> str:
     return "epsilon_" + re.sub("[^a-z0-9_]", "_", accountant.lower())
 
 
-def holding(guarantees: Sequence[Guarantee]) -> list[Guarantee]:
+def tightest_guarantees(guarantees: Sequence[Guarantee]) -> list[Guarantee]:
     """The guarantees that hold, rigorous and finite: of several accountants' same claim, the one
     with the smallest epsilon.
     """
-    alike: dict[tuple, list[Guarantee]] = {}
+    groups: dict[tuple, list[Guarantee]] = {}
     for one in guarantees:
         if one.kind == "rigorous":
-            alike.setdefault(one.meaning, []).append(one)
-    least = [min(ones, key=lambda one: one.epsilon) for ones in alike.values()]
-    return [one for one in least if math.isfinite(one.epsilon)]
+            groups.setdefault(one.meaning, []).append(one)
+    tightest_claims = [min(ones, key=lambda one: one.epsilon) for ones in groups.values()]
+    return [one for one in tightest_claims if math.isfinite(one.epsilon)]
 
 
 def sentences(guarantees: Sequence[Guarantee]) -> list[str]:
     """All guarantees in plain English; the smallest of several accountants is marked."""
-    least = holding(guarantees)
+    tightest_claims = tightest_guarantees(guarantees)
     texts = []
     for one in guarantees:
         text = one.sentence()
-        alike = [each for each in guarantees if not each.formula and each.meaning == one.meaning]
-        if len(alike) > 1 and one in least:
-            names = " and ".join(each.accountant for each in alike)
+        peers = [peer for peer in guarantees if not peer.formula and peer.meaning == one.meaning]
+        if len(peers) > 1 and one in tightest_claims:
+            names = " and ".join(peer.accountant for peer in peers)
             text += f" This holds, the smallest by {names}."
         texts.append(text)
     return texts
 
 
-def in_words(guarantees: Sequence[Guarantee]) -> list[str]:
+def brief_sentences(guarantees: Sequence[Guarantee]) -> list[str]:
     """As `sentences`, with what is not accounted for listed once for all, at the end."""
     texts = sentences([one.brief() for one in guarantees])
-    excluded = dict.fromkeys(
+    exclusions = dict.fromkeys(
         words for one in guarantees for words in one.exclusions if words not in one.declared
     )
-    return texts + [f"Not accounted for: {exclusion}." for exclusion in excluded]
+    return texts + [f"Not accounted for: {exclusion}." for exclusion in exclusions]
 
 
-def loose(delta: float, size: int, unit: str) -> str | None:
+def delta_warning(delta: float, size: int, unit: str) -> str | None:
     """Why `delta` is too large where `size` units are protected, in words; None: it is not.
 
-    >>> loose(1e-2, 600, "sample")
+    >>> delta_warning(1e-2, 600, "sample")
     "delta 0.01 is above 1/600: it would allow some sample's data to be published outright"
     """
     if delta * size <= 1:

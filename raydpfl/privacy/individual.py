@@ -33,14 +33,14 @@ import numpy as np
 
 from raydpfl.core.messages import State
 from raydpfl.privacy import pld
-from raydpfl.privacy.accountants import named
+from raydpfl.privacy.accountants import accountant_of
 from raydpfl.privacy.guarantee import SHARES, Guarantee, Observer, Scope
 from raydpfl.privacy.mechanism import Event, Mechanism
 from raydpfl.privacy.sampling import Sampling
-from raydpfl.privacy.search import halved
+from raydpfl.privacy.search import bisect_brackets
 from raydpfl.privacy.types import Relation
 
-SHOWN = (
+SPENDING_EXCLUSION = (
     "which clients have left and what each has spent, which follow from norms that are not "
     "released (summary.json says how many and how much)"
 )
@@ -66,11 +66,11 @@ class IndividualBudgets:
         def unsafe(x: np.ndarray) -> np.ndarray:
             return pld.gaussian_delta(finite, np.exp(-x)) > self.delta
 
-        mus = np.exp(-halved(unsafe, low, high, times=60))
+        mus = np.exp(-bisect_brackets(unsafe, low, high, times=60))
         return np.append(mus**2, np.full(len(kinds) - len(finite), math.inf))[member.reshape(-1)]
 
     @property
-    def moves(self) -> int:
+    def sensitivity_factor(self) -> int:
         """How many lengths of contributions the sum may move by where a client differs."""
         return 2 if self.relation == "replace_one" else 1
 
@@ -84,7 +84,7 @@ class IndividualBudgets:
         of `std` on the sum, float64 [r]; below 0: it has left.
         """
         rest = np.maximum(self.squares[clients] - state["spent"][clients], 0.0)
-        limits = (1 - _MARGIN) * std / self.moves * np.sqrt(rest)
+        limits = (1 - _MARGIN) * std / self.sensitivity_factor * np.sqrt(rest)
         return np.where(state["left"][clients], -1.0, limits)
 
     def spend(self, clients: np.ndarray, lengths: np.ndarray, std: float, state: State) -> None:
@@ -92,7 +92,7 @@ class IndividualBudgets:
         limits; the others leave.
         """
         stays = lengths <= self.limits(clients, std, state)
-        state["spent"][clients[stays]] += (self.moves * lengths[stays] / std) ** 2
+        state["spent"][clients[stays]] += (self.sensitivity_factor * lengths[stays] / std) ** 2
         state["left"][clients[~stays]] = 1
 
     def guarantees(self, mechanism: Mechanism) -> Iterator[Guarantee]:
@@ -102,26 +102,26 @@ class IndividualBudgets:
         private = np.isfinite(self.epsilons)
         if not private.any():
             return
-        relation: Relation = "replace_one" if self.moves == 2 else "zero_out"
+        relation: Relation = "replace_one" if self.sensitivity_factor == 2 else "zero_out"
         mu = math.sqrt(self.squares[private].max())
-        least, most = self.epsilons[private].min(), self.epsilons[private].max()
-        spread = f"{most:.4g}" if least == most else f"from {least:.4g} to {most:.4g}"
+        low, high = self.epsilons[private].min(), self.epsilons[private].max()
+        spread = f"{high:.4g}" if low == high else f"from {low:.4g} to {high:.4g}"
         words = f"individual budgets, a client leaves before it exceeds its own: {spread}"
         knows = "cohort known, own budgets"  # a row of its own in tables
         scope = Scope(f"{mechanism.sampling}, cohort known, {words}", knows)
         public = int((~private).sum())
-        excluded = (*mechanism.unsampled().exclusions, SHOWN)
-        excluded += (f"{public} public clients, who have an infinite budget",) if public else ()
-        seen = {Observer.AGGREGATES: 1.0}
+        exclusions = (*mechanism.with_known_cohorts().exclusions, SPENDING_EXCLUSION)
+        exclusions += (f"{public} public clients, who have an infinite budget",) if public else ()
+        mu_factors = {Observer.AGGREGATES: 1.0}
         if mechanism.distributed:
-            seen[Observer.UPDATES] = mechanism.draws
-        exact = named("pld")
-        for observer, factor in seen.items():
+            mu_factors[Observer.UPDATES] = mechanism.draws
+        exact = accountant_of("pld")
+        for observer, factor in mu_factors.items():
             event = Event(_EVERYONE, factor * mu)
             epsilon = float(exact.curve(event, self.delta, np.array([1]))[0])
             yield Guarantee(
                 "rigorous", "pld", "client", relation, observer, scope, epsilon, self.delta,
-                excluded, curve=partial(exact.tradeoff_of, event, 1),
+                exclusions, curve=partial(exact.tradeoff_of, event, 1),
             )  # fmt: skip
 
     def summary(self, state: State) -> dict[str, Any]:
@@ -129,8 +129,8 @@ class IndividualBudgets:
         client that is not public has spent.
         """
         private = np.isfinite(self.epsilons)
-        spent = pld.gaussian_epsilon(np.sqrt(state["spent"][private]), self.delta)
-        quantiles = np.quantile(spent, SHARES, method="inverted_cdf") if len(spent) else spent
+        costs = pld.gaussian_epsilon(np.sqrt(state["spent"][private]), self.delta)
+        quantiles = np.quantile(costs, SHARES, method="inverted_cdf") if len(costs) else costs
         return {
             "left": int(state["left"].sum()),
             "at": list(SHARES),

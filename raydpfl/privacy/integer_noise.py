@@ -114,8 +114,8 @@ class IntegerNoise:
         z /= self.share
         room = 4.0**self.bits - SPREAD**2 * self.cohort
         if room <= 0:
-            least = math.ceil(math.log2(SPREAD**2 * self.cohort) / 2 + 0.1)
-            expected = f"at least {least}, for sums of {self.cohort} clients"
+            min_bits = math.ceil(math.log2(SPREAD**2 * self.cohort) / 2 + 0.1)
+            expected = f"at least {min_bits}, for sums of {self.cohort} clients"
             raise ConfigError("noise.bits", self.bits, expected)
         m = 1 << (self.d.bit_length() - 1) if self.rotated else 1
         variance = self.cohort**2 / m + z * z
@@ -142,8 +142,8 @@ class IntegerNoise:
         sensitivity; infinite where there is too little noise.
         """
         square, variance = self._loss(moves, z)
-        left = variance - smoothing(self.d, 2 * times * math.sqrt(square / variance))
-        return math.sqrt(square / left) + SLACK if left > variance / 4 else math.inf
+        rest = variance - smoothing(self.d, 2 * times * math.sqrt(square / variance))
+        return math.sqrt(square / rest) + SLACK if rest > variance / 4 else math.inf
 
     def skellam_loss(self, moves: int, z: float) -> SkellamLoss | None:
         """The loss of noise that counts as no Gaussian; None: it counts as one."""
@@ -162,9 +162,9 @@ class DistributedDiscreteGaussian(IntegerNoise):
     def mu(self, moves: int, z: float, times: int = 1) -> float:
         """See `IntegerNoise.mu`; infinite too where the clients' noise has too few steps."""
         square, variance = self._loss(moves, z)
-        far = 2 * times * math.sqrt(square / variance)
-        least = math.log(20.0 * self.d * self.cohort) + 13 * math.log(10) + far * far / 8
-        enough = self.lattice(z).std ** 2 / self.cohort >= least / math.pi**2
+        max_mu = 2 * times * math.sqrt(square / variance)
+        exponent = math.log(20.0 * self.d * self.cohort) + 13 * math.log(10) + max_mu * max_mu / 8
+        enough = self.lattice(z).std ** 2 / self.cohort >= exponent / math.pi**2
         return super().mu(moves, z, times) if enough else math.inf
 
 

@@ -87,12 +87,12 @@ class SampledLaplaceRounds(SamplingScheme):
         return ratio + math.log(sampling.q + (1 - sampling.q) * math.exp(-ratio))
 
 
-_EVERYONE, _SAMPLED = LaplaceRounds(), SampledLaplaceRounds()
+_EVERYONE, _SAMPLED_ROUNDS = LaplaceRounds(), SampledLaplaceRounds()
 
 
-def with_laplace(sampling: Sampling) -> Sampling:
+def laplace_sampling(sampling: Sampling) -> Sampling:
     """The sampling of an event whose noise is Laplace."""
-    return replace(sampling, kind=_SAMPLED if sampling.hidden else _EVERYONE)
+    return replace(sampling, kind=_SAMPLED_ROUNDS if sampling.hidden else _EVERYONE)
 
 
 def refuses(sampling: Sampling, relation: Relation, accountant: str, needs: str) -> str | None:
@@ -104,8 +104,8 @@ def refuses(sampling: Sampling, relation: Relation, accountant: str, needs: str)
     if not sampling.hidden:
         return None if sampling.everyone else sampling.scheme.refuses(relation)
     if not sampling.convex(relation):
-        covered = "poisson with add_remove or zero_out, or uniform with replace_one"
-        return f"{sampling.scheme.plural()} are not covered with Laplace noise; nearest: {covered}"
+        cases = "poisson with add_remove or zero_out, or uniform with replace_one"
+        return f"{sampling.scheme.plural()} are not covered with Laplace noise; nearest: {cases}"
     if needs == "renyi":
         return f"{sampling.scheme.plural()} with Laplace noise are not covered by rdp; nearest: pld"
     return None

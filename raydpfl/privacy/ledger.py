@@ -5,7 +5,7 @@
 >>> ledger = Ledger(path)
 >>> for _ in range(2):  # after a crash: the same noise, one release
 ...     ledger.record(t=0, epsilon={"pld": 0.5}, mechanism="5f70bf", bound=1.0, std=4.0)
->>> Ledger(path, resume=True).spent()
+>>> Ledger(path, resume=True).spending()
 Spent(rounds=1, epsilon={'pld': 0.5})
 
 A crash can only leave a round that is recorded and not released, so the epsilon read back is never
@@ -69,19 +69,19 @@ class Ledger:
             raise ConfigError("--out", str(self.path.parent), expected)
         self._lines: list[bytes] = []
         self._segments: list[Segment] = []
-        *lines, torn = text.split(b"\n")
-        whole_but_for_its_end = _parse(torn) is not None
-        for line in lines + [torn] * whole_but_for_its_end:
+        *lines, torn_line = text.split(b"\n")
+        lacks_newline = _parse(torn_line) is not None
+        for line in lines + [torn_line] * lacks_newline:
             entry = _parse(line)
-            if entry is None or not self._may_follow(entry):
-                where = f"{path}, line {len(self._lines) + 1}"
-                raise RunError(f"{where}, is damaged: what this run has spent is unknown")
+            if entry is None or not self._is_successor(entry):
+                location = f"{path}, line {len(self._lines) + 1}"
+                raise RunError(f"{location}, is damaged: what this run has spent is unknown")
             self._add(line, entry)
-        if whole_but_for_its_end:
+        if lacks_newline:
             self._append(b"\n")
-        elif torn:
-            with _named(self.path):
-                os.truncate(self.path, len(text) - len(torn))
+        elif torn_line:
+            with _translate_errors(self.path):
+                os.truncate(self.path, len(text) - len(torn_line))
 
     @property
     def entries(self) -> tuple[dict[str, Any], ...]:
@@ -98,7 +98,7 @@ class Ledger:
         """The last of the segments; before the first round an empty one."""
         return self._segments[-1] if self._segments else Segment(-1, 0, 0)
 
-    def spent(self) -> Spent:
+    def spending(self) -> Spent:
         """How many rounds are recorded, and the epsilons after the last one."""
         if not self._lines:
             return Spent(0)
@@ -118,12 +118,12 @@ class Ledger:
             RunError: the round was recorded with another release (its noise key would be used
                 twice), or it does not follow the last one.
         """
-        spent = {
+        epsilon_values = {
             name: "infinity" if math.isinf(value) else float(value)
             for name, value in epsilon.items()
         }
         segment = {"restart": restart} if restart else {}
-        entry = {"round": t, **segment, **release, "epsilon": spent}
+        entry = {"round": t, **segment, **release, "epsilon": epsilon_values}
         line = json.dumps(entry, allow_nan=False).encode()
         entry = json.loads(line)
         last = self._last
@@ -133,13 +133,13 @@ class Ledger:
                 reason = f"was released before as {before}, and cannot be again as {again}"
                 raise RunError(f"round {t} {reason}")
             return
-        if not self._may_follow(entry):
+        if not self._is_successor(entry):
             round_before = last.end - 1 if self._segments else None
             raise RunError(f"round {t} cannot follow round {round_before} in {self.path}")
         self._append(line + b"\n")
         self._add(line, entry)
 
-    def _may_follow(self, entry: dict[str, Any]) -> bool:
+    def _is_successor(self, entry: dict[str, Any]) -> bool:
         """Whether an entry is the next round, or starts a new segment at any round up to it."""
         t, restart, last = entry["round"], entry.get("restart", 0), self._last
         if restart == last.restart:
@@ -148,15 +148,15 @@ class Ledger:
 
     def _add(self, line: bytes, entry: dict[str, Any]) -> None:
         """Takes up an entry, in the last of the segments or as the first of a new one."""
-        restart, first = entry.get("restart", 0), entry["round"]
+        restart, first_round = entry.get("restart", 0), entry["round"]
         if self._last.restart == restart:
-            first = self._segments.pop().first
-        self._segments.append(Segment(restart, first, entry["round"] + 1))
+            first_round = self._segments.pop().first
+        self._segments.append(Segment(restart, first_round, entry["round"] + 1))
         self._lines.append(line)
 
     def _append(self, line: bytes) -> None:
         # One write to an O_APPEND descriptor: a kill can tear no line but the last.
-        with _named(self.path):
+        with _translate_errors(self.path):
             descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 if os.write(descriptor, line) != len(line):
@@ -164,24 +164,24 @@ class Ledger:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        storage.spent(self.path)
+        storage.push_ledger(self.path)
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _translate_errors(path: Path) -> Iterator[None]:
     """An OSError within is a `FileError` that names the ledger."""
     try:
         yield
     except OSError as error:
-        what = "as a ledger must be (a round is recorded before it is released)"
-        raise FileError(f"{path} cannot be read and written, {what}: {error.strerror}") from None
+        rule = "as a ledger must be (a round is recorded before it is released)"
+        raise FileError(f"{path} cannot be read and written, {rule}: {error.strerror}") from None
 
 
 def _read(path: Path) -> bytes:
     """The bytes of a ledger, empty if there is none."""
     if not os.path.lexists(path):
         return b""
-    with _named(path):
+    with _translate_errors(path):
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError(0, "it is no file")
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
@@ -196,11 +196,11 @@ def check_budget(t: int, epsilon: Mapping[str, float], budget: Mapping[str, floa
         epsilon: after that round, by accountant.
         budget: the largest epsilon allowed, by accountant.
     """
-    for name, most in budget.items():
-        if epsilon[name] > most:
+    for name, max_epsilon in budget.items():
+        if epsilon[name] > max_epsilon:
             raise BudgetError(
                 f"round {t} would spend epsilon {epsilon[name]:.4g} ({name}), "
-                f"above the budget of {most:g}"
+                f"above the budget of {max_epsilon:g}"
             )
 
 

@@ -72,7 +72,7 @@ class LocalSteps:
     survey: ClassVar[Survey | None] = None
     noise_multiplier: ClassVar[float | None] = None
     integer: ClassVar[None] = None  # noise at local steps is Gaussian
-    unproved: ClassVar[str | None] = None
+    proof_gap: ClassVar[str | None] = None
     hidden: ClassVar[bool] = False
     factors: ClassVar[tuple[float, ...]] = ()
 
@@ -102,9 +102,9 @@ class LocalSteps:
         if counts is None and name == "batch":
             return
         numbers = np.asarray(counts)
-        least = np.minimum(self.samples, 1) if numbers.ndim else 1
+        min_counts = np.minimum(self.samples, 1) if numbers.ndim else 1
         fits = numbers.shape in ((), np.shape(self.samples))
-        if not (fits and numbers.dtype.kind in "iu" and (numbers >= least).all()):
+        if not (fits and numbers.dtype.kind in "iu" and (numbers >= min_counts).all()):
             raise ConfigError(name, counts, "an integer, at least 1, or one per client")
 
     @property
@@ -134,8 +134,8 @@ class LocalSteps:
         steps = self.client_steps
         if self.sampling == "fresh":
             return steps
-        seen = -(-steps * b // np.maximum(n, 1))
-        return np.where(n == b, steps, np.where(n % b == 0, seen, 4 * (seen // 2) + seen % 2))
+        uses = -(-steps * b // np.maximum(n, 1))
+        return np.where(n == b, steps, np.where(n % b == 0, uses, 4 * (uses // 2) + uses % 2))
 
     @property
     def side_mu(self) -> np.ndarray:
@@ -179,11 +179,11 @@ class LocalSteps:
     def unmet_conditions(self) -> tuple[str, ...]:
         """The conditions of every paper's formula that fail, in words."""
         query = self.side_query
-        failed = {
+        failures = {
             "a fresh batch at each step (here: shuffled epochs)": self.sampling != "fresh",
             f"nothing is released next to the steps (here too: the {query and query.name})": query,
         }
-        return tuple(words for words, holds in failed.items() if holds)
+        return tuple(words for words, holds in failures.items() if holds)
 
     def counts(self, participations: Participations) -> np.ndarray:
         """Participations, int64 [N], from these numbers or by id. Raises `ConfigError`."""
@@ -209,7 +209,7 @@ class LocalSteps:
     def sum_stds(self, cohort: int) -> Mapping[str, float]:
         return {}
 
-    def of_clients(self) -> Mapping[str, np.ndarray]:
+    def client_columns(self) -> Mapping[str, np.ndarray]:
         """What is public of clients' privacy, float64 [N] by name: `budget`, the epsilon promised
         to a client's samples, infinite for a public client; `noise_std`, on the mean gradient;
         `variance`, V_k of 003.
@@ -246,7 +246,7 @@ class LocalSteps:
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
-    def restarted(self, most: int) -> LocalSteps:
+    def restarted_release(self, max_participations: int) -> LocalSteps:
         """The same for a run that was restarted with fresh noise: steps have noise of their own."""
         return self
 

@@ -25,8 +25,8 @@ from numpy.typing import ArrayLike
 from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import pld
-from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula, named
-from raydpfl.privacy.accounting import UNREACHED, rigorous
+from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula, accountant_of
+from raydpfl.privacy.accounting import UNREACHED_DELTA, rigorous
 from raydpfl.privacy.calibration import cached
 from raydpfl.privacy.local_steps import (
     Calibration,
@@ -37,7 +37,7 @@ from raydpfl.privacy.local_steps import (
 )
 from raydpfl.privacy.mechanism import Event, Query
 from raydpfl.privacy.sampling import Sampling
-from raydpfl.privacy.search import halved, near_guess
+from raydpfl.privacy.search import bisect_brackets, near_guess
 from raydpfl.privacy.types import one_of
 
 _TOLERANCE = 5e-4  # of log z: calibrated noise is at most 1e-3 above the smallest that is enough
@@ -91,8 +91,8 @@ def calibrate_local_steps(
         clients = np.array(list(unfit), np.int64)
     if len(clients):
         stds[clients] = _rigorous_stds(silent, clients, budgets[clients], counts, accountant)
-    by = accountant if calibration == "rigorous" or unfit else None
-    return replace(silent, stds=stds, calibration=Calibration(calibration, by, unfit))
+    noise_accountant = accountant if calibration == "rigorous" or unfit else None
+    return replace(silent, stds=stds, calibration=Calibration(calibration, noise_accountant, unfit))
 
 
 def formula_of(method: str) -> Formula:
@@ -105,62 +105,64 @@ def _rigorous_stds(
     release: LocalSteps, clients: np.ndarray, budgets: np.ndarray, counts: np.ndarray, name: str
 ) -> np.ndarray:
     """Stds of these clients by an accountant, float64 [k]."""
-    by = named(name)
-    if not by.rigorous:
+    accountant = accountant_of(name)
+    if not accountant.rigorous:
         raise ConfigError("accountant", name, f"one of {', '.join(rigorous(ACCOUNTANTS))}")
     delta = release.delta
     b = release.batches[clients]
     q = np.where(release.amplified[clients], b / release.samples[clients], 1.0)
     gaussians = release.compositions[clients]
     with np.errstate(divide="ignore"):
-        used = -np.expm1(gaussians * counts[clients] * np.log1p(-q))
-    idle = clients[used <= delta]
+        usage = -np.expm1(gaussians * counts[clients] * np.log1p(-q))
+    idle = clients[usage <= delta]
     if len(idle):
-        expected = f"below {used.min():.3g}, the chance that a sample of client {idle[0]} is used "
+        expected = f"below {usage.min():.3g}, the chance that a sample of client {idle[0]} is used "
         expected += f"at all: at this delta no noise is called for by {len(idle)} clients"
         raise ConfigError("delta", delta, f"{expected} ({client_list(idle.tolist())})")
     columns = [q, gaussians, counts[clients], budgets, release.side_mu[clients]]
-    kinds, first, member = np.unique(
+    kinds, first_index, member = np.unique(
         np.stack(columns, 1), axis=0, return_index=True, return_inverse=True
     )
     if release.side_query:
-        _check_side_query(release, clients[first], kinds, by)
-    samplings = [release.batch_sampling(k) for k in clients[first].tolist()]
+        _check_side_query(release, clients[first_index], kinds, accountant)
+    samplings = [release.batch_sampling(k) for k in clients[first_index].tolist()]
 
     def solve() -> list[float]:
-        return _noise_multipliers(samplings, kinds, delta, by).tolist()
+        return _noise_multipliers(samplings, kinds, delta, accountant).tolist()
 
     # the name of a user-defined accountant does not say what its code computes
     question = ["local steps", kinds.tolist(), delta, name]
-    z = solve() if is_user_defined(type(by)) else cached(question, solve)
+    z = solve() if is_user_defined(type(accountant)) else cached(question, solve)
     return np.array(z)[member.reshape(-1)] * release.bound / b
 
 
 def _check_side_query(
-    release: LocalSteps, clients: np.ndarray, kinds: np.ndarray, by: Accountant
+    release: LocalSteps, clients: np.ndarray, kinds: np.ndarray, accountant: Accountant
 ) -> None:
     """Raises `ConfigError` where the side query takes nearly all of a client's budget."""
     query = cast(Query, release.side_query)
     everyone = Sampling("full", 1, 1)
-    alone = np.array(
+    query_epsilons = np.array(
         [
-            by.curve(Event(everyone, mu), release.delta, np.array([int(count)]))[0]
+            accountant.curve(Event(everyone, mu), release.delta, np.array([int(count)]))[0]
             for _, _, count, _, mu in kinds.tolist()
         ]
     )
     budgets = kinds[:, 3]
-    if (alone <= _LARGEST_SIDE_SHARE * budgets).all():
+    if (query_epsilons <= _LARGEST_SIDE_SHARE * budgets).all():
         return
-    worst = int(np.argmax(alone / budgets))
+    worst = int(np.argmax(query_epsilons / budgets))
     k = clients[worst]
     expected = f"more, as the {query.name} of client {k}, with {release.samples[k]} samples, spend "
-    expected += f"epsilon {alone[worst]:.4g} of its {budgets[worst]:.4g} in "
-    expected += f"{kinds[worst, 2]:.0f} rounds, by {by.name} (99% at most, which leaves some to "
-    raise ConfigError("side_query", query.std, f"{expected}its steps)")
+    expected += f"epsilon {query_epsilons[worst]:.4g} of its {budgets[worst]:.4g} in "
+    expected += (
+        f"{kinds[worst, 2]:.0f} rounds, by {accountant.name} (99% at most, which leaves some"
+    )
+    raise ConfigError("side_query", query.std, f"{expected} to its steps)")
 
 
 def _noise_multipliers(
-    samplings: Sequence[Sampling], kinds: np.ndarray, delta: float, by: Accountant
+    samplings: Sequence[Sampling], kinds: np.ndarray, delta: float, accountant: Accountant
 ) -> np.ndarray:
     """z = std of the sum / bound with which clients spend at most their targets, float64 [k]; at
     most 1e-3 (relative) above the smallest. `kinds` float64 [k, 5]: the fraction q of a batch, a
@@ -168,42 +170,42 @@ def _noise_multipliers(
     """
     q, gaussians, counts, targets, side = kinds.T
     times = gaussians * counts
-    others = side * np.sqrt(counts)
-    mu = _central_limit_mu(q, times, targets, others, delta)
+    side_mus = side * np.sqrt(counts)
+    mu = _central_limit_mu(q, times, targets, side_mus, delta)
     features = np.log(np.stack([mu, targets, q, times]))
     log_z = np.log(2 / mu)
     offsets = np.zeros(len(q))
     order = np.argsort(log_z, kind="stable")
     for place, k in enumerate(order.tolist()):
-        solved = order[:place]
+        solved_indices = order[:place]
         if place:  # what the approximation was off by for the client most like this one
-            distances = np.abs(features[:, solved] - features[:, [k]]).sum(axis=0)
-            offsets[k] = offsets[solved[np.argmin(distances)]]
+            distances = np.abs(features[:, solved_indices] - features[:, [k]]).sum(axis=0)
+            offsets[k] = offsets[solved_indices[np.argmin(distances)]]
         start = log_z[k] + offsets[k]
         event = Event(samplings[k], 0.0, int(gaussians[k]), float(side[k]))
-        excess = _excess(by, event, int(counts[k]), float(targets[k]), delta, start)
-        slope = -_steepness(mu[k] * math.exp(-offsets[k]), q[k], times[k], others[k], delta)
-        enough = near_guess(excess, start, slope, _TOLERANCE)
-        if enough is None:
+        excess = _excess(accountant, event, int(counts[k]), float(targets[k]), delta, start)
+        slope = -_steepness(mu[k] * math.exp(-offsets[k]), q[k], times[k], side_mus[k], delta)
+        safe_log_z = near_guess(excess, start, slope, _TOLERANCE)
+        if safe_log_z is None:
             expected = "an epsilon that some noise reaches at this delta"
             raise ConfigError("budgets", float(targets[k]), expected)
-        offsets[k] += enough - start
+        offsets[k] += safe_log_z - start
     return np.exp(log_z + offsets)
 
 
 def _excess(
-    by: Accountant, event: Event, count: int, target: float, delta: float, start: float
+    accountant: Accountant, event: Event, count: int, target: float, delta: float, start: float
 ) -> Callable[[float], float]:
     """A function of log z: log(epsilon / target), from -20 to 20, or `ConfigError`."""
     aim = target * (1 - _MARGIN)
 
     def excess(x: float) -> float:
-        spent = by.curve(replace(event, mu=2 * math.exp(-x)), delta, np.array([count]))[0]
+        epsilon = accountant.curve(replace(event, mu=2 * math.exp(-x)), delta, np.array([count]))[0]
         # so much more noise than expected changes nothing any more
-        if math.isinf(spent) and x > start + 5:
-            expected = f"more: {UNREACHED.format(by.name)}"
+        if math.isinf(epsilon) and x > start + 5:
+            expected = f"more: {UNREACHED_DELTA.format(accountant.name)}"
             raise ConfigError("delta", delta, f"{expected} after {event.gaussians * count} steps")
-        return min(max(math.log(max(spent, 1e-9 * aim) / aim), -20.0), 20.0)
+        return min(max(math.log(max(epsilon, 1e-9 * aim) / aim), -20.0), 20.0)
 
     return excess
 
@@ -220,23 +222,23 @@ def _total_mu(mu: np.ndarray, q: np.ndarray, times: np.ndarray) -> np.ndarray:
 
 
 def _central_limit_mu(
-    q: np.ndarray, times: np.ndarray, targets: np.ndarray, others: np.ndarray, delta: float
+    q: np.ndarray, times: np.ndarray, targets: np.ndarray, sides: np.ndarray, delta: float
 ) -> np.ndarray:
-    """The mu at which `_total_mu` and a Gaussian of mu `others` have the epsilons `targets`."""
+    """The mu at which `_total_mu` and a Gaussian of mu `sides` have the epsilons `targets`."""
 
     def least(unsafe: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         # of -log mu, which falls as the noise grows
         low = np.full(len(q), -math.log(1e3))
         high = np.full(len(q), -math.log(1e-9))
-        return np.exp(-halved(lambda x: unsafe(np.exp(-x)), low, high, times=50))
+        return np.exp(-bisect_brackets(lambda x: unsafe(np.exp(-x)), low, high, times=50))
 
     total = least(lambda mu: pld.gaussian_delta(targets, mu) > delta)
-    total = np.where(others > 0, np.sqrt(np.maximum(total**2 - others**2, 1e-3 * total**2)), total)
+    total = np.where(sides > 0, np.sqrt(np.maximum(total**2 - sides**2, 1e-3 * total**2)), total)
     return least(lambda mu: _total_mu(mu, q, times) > total)
 
 
-def _steepness(mu: float, q: float, times: float, other: float, delta: float) -> float:
+def _steepness(mu: float, q: float, times: float, side_mu: float, delta: float) -> float:
     """-d log epsilon / d log z by the central limit theorem, within bounds."""
-    around = _total_mu(mu * np.exp([0.01, -0.01]), np.full(2, q), np.full(2, times))
-    more, less = np.log(np.maximum(pld.gaussian_epsilon(np.hypot(around, other), delta), 1e-12))
-    return float(np.clip((more - less) / 0.02, 0.03 if other else 0.3, 20.0))
+    mus = _total_mu(mu * np.exp([0.01, -0.01]), np.full(2, q), np.full(2, times))
+    upper, lower = np.log(np.maximum(pld.gaussian_epsilon(np.hypot(mus, side_mu), delta), 1e-12))
+    return float(np.clip((upper - lower) / 0.02, 0.03 if side_mu else 0.3, 20.0))

@@ -33,7 +33,7 @@ from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.group import together
 from raydpfl.privacy.integer_noise import IntegerNoise, SkellamLoss
-from raydpfl.privacy.laplace import with_laplace
+from raydpfl.privacy.laplace import laplace_sampling
 from raydpfl.privacy.sampling import Sampling
 from raydpfl.privacy.types import Placement, Relation, Unit, is_count, one_of
 
@@ -81,7 +81,7 @@ class Survey:
         moves = math.sqrt(2.0) if relation == "replace_one" else 1.0
         return moves / self.std * math.sqrt(self.times)
 
-    def of_one(self) -> Survey:
+    def single_answer(self) -> Survey:
         """What an observer of single answers sees, where clients draw their parts of the noise."""
         return replace(self, std=self.std / math.sqrt(self.clients), clients=1)
 
@@ -107,7 +107,7 @@ class Event:
     # that of any event beyond
     mus: tuple[float, ...] = ()
 
-    def amounting(self, counts: ArrayLike) -> np.ndarray:
+    def effective_counts(self, counts: ArrayLike) -> np.ndarray:
         """How many events with independent noise `counts` amount to where no sample is a secret,
         float64 [...]; more than `squares` has are bounded by Cauchy and Schwarz, in groups.
         """
@@ -115,16 +115,16 @@ class Event:
         if not self.squares:
             return counts
         squares = np.array((0.0, *self.squares))
-        most = len(self.squares)
-        more = np.ceil(counts / most) * counts * (squares[1:] / np.arange(1, most + 1)).max()
-        return np.where(counts > most, more, squares[np.minimum(counts, most)])
+        size = len(self.squares)
+        bound = np.ceil(counts / size) * counts * (squares[1:] / np.arange(1, size + 1)).max()
+        return np.where(counts > size, bound, squares[np.minimum(counts, size)])
 
     @property
     def convex(self) -> bool:
         """See `SamplingScheme.convex`."""
         return self.sampling.convex(self.relation)
 
-    def alike(self, count: int) -> list[tuple[Event, int]]:
+    def events_by_mu(self, count: int) -> list[tuple[Event, int]]:
         """The first `count` events as events of one kind each, and how many these are."""
         if not self.mus:
             return [(self, count)]
@@ -136,32 +136,32 @@ class Event:
 
     def first(self, count: int) -> np.ndarray:
         """mu of each of the first `count` events, float64 [count]."""
-        some = np.array(self.mus[:count])
-        return np.append(some, np.full(count - len(some), self.mu))
+        given_mus = np.array(self.mus[:count])
+        return np.append(given_mus, np.full(count - len(given_mus), self.mu))
 
     def unamplified(self, counts: ArrayLike) -> np.ndarray:
         """mu of the single Gaussian that `counts` events amount to where no sample is a secret,
-        float64 [...]: sqrt(counts (gaussians mu^2 + also^2) + once^2), counts as `amounting`.
+        float64 [...]: sqrt(n (gaussians mu^2 + also^2) + once^2) for n `effective_counts`.
         """
         if self.mus:
             squares = np.append(0.0, np.square(self.first(int(np.max(counts)))).cumsum())
             return np.sqrt(squares[np.asarray(counts)] + self.once**2)
-        counts = self.amounting(counts)
+        counts = self.effective_counts(counts)
         if self.gaussians == 1 and not self.also and not self.once:
             return self.mu * np.sqrt(counts)  # mu itself, unrounded
         square = self.gaussians * self.mu**2 + self.also**2
         return np.sqrt(np.asarray(counts) * square + self.once**2)
 
-    def at_most(self, counts: ArrayLike) -> np.ndarray:
+    def mu_bound(self, counts: ArrayLike) -> np.ndarray:
         """As `unamplified` over any cohorts, where samples are secrets; infinite: unknown."""
         scheme, counts = self.sampling.scheme, np.asarray(counts)
-        moved = scheme.moved(self.sampling, self.relation)
-        if math.isinf(moved):
+        factor = scheme.moved(self.sampling, self.relation)
+        if math.isinf(factor):
             return np.full(counts.shape, math.inf)
-        further = replace(self, mu=moved * self.mu, mus=tuple(moved * mu for mu in self.mus))
+        event = replace(self, mu=factor * self.mu, mus=tuple(factor * mu for mu in self.mus))
         # of an epoch a client is in `per_epoch` rounds
         times, _ = scheme.charged(self.sampling, counts)
-        return further.unamplified(np.minimum(counts, times * (self.sampling.per_epoch or 1)))
+        return event.unamplified(np.minimum(counts, times * (self.sampling.per_epoch or 1)))
 
 
 @dataclass(frozen=True)
@@ -224,12 +224,12 @@ class Mechanism:
             raise ConfigError("queries", self.queries, "at least one query of a sum")
         if not all(0 < factor < math.inf for factor in self.factors):
             raise ConfigError("factors", self.factors, "positive finite numbers, one a round")
-        elsewhere = {"server": False}.get(self.placement, True)
-        if self.laplace and (len(self.queries) > 1 or self.survey or elsewhere):
+        is_distributed = {"server": False}.get(self.placement, True)
+        if self.laplace and (len(self.queries) > 1 or self.survey or is_distributed):
             expected = "false, or one query, no survey, and noise that the server draws"
             raise ConfigError("laplace", True, expected)
-        differ = any(factor != 1 for factor in self.factors)
-        object.__setattr__(self, "factors", tuple(self.factors) if differ else ())
+        factors_differ = any(factor != 1 for factor in self.factors)
+        object.__setattr__(self, "factors", tuple(self.factors) if factors_differ else ())
         if self.colluders:
             self._check_colluders()
         object.__setattr__(self, "queries", tuple(self.queries))
@@ -247,21 +247,21 @@ class Mechanism:
             expected = f"0 with {sampling}; cohorts that all know, or of a fixed size, are covered"
             raise ConfigError("colluders", self.colluders, expected)
 
-    def with_colluders(self, cohorts_known: bool) -> Mechanism:
+    def with_colluders(self, known_cohorts: bool) -> Mechanism:
         """What an observer with the `colluders` sees: of hidden cohorts how many of them took part,
         of known ones as many as may be there with a client.
         """
         k, r = self.colluders, self.sampling.cohort
         survey = self.survey
         if survey:
-            left = max(survey.clients - k, 1) / survey.clients
-            survey = replace(survey, std=survey.std * math.sqrt(left))
-        told = replace(self, survey=survey, colluders=0)
-        if self.sampling.hidden and not cohorts_known:
+            remaining_share = max(survey.clients - k, 1) / survey.clients
+            survey = replace(survey, std=survey.std * math.sqrt(remaining_share))
+        release = replace(self, survey=survey, colluders=0)
+        if self.sampling.hidden and not known_cohorts:
             sampling = self.sampling.scheme.against(self.sampling, k)
             assert sampling is not None
-            return replace(told, sampling=sampling)
-        return told.with_noise(self.noise_multiplier * math.sqrt((r - min(k, r - 1)) / r))
+            return replace(release, sampling=sampling)
+        return release.with_noise(self.noise_multiplier * math.sqrt((r - min(k, r - 1)) / r))
 
     @property
     def private(self) -> bool:
@@ -288,15 +288,15 @@ class Mechanism:
         if not self.private:
             return math.inf
         if self.integer:
-            return self.integer.mu(self._moves(relation), self.noise_multiplier, self._times)
-        return self._moves(relation) / _joint_multiplier(self.queries)
+            return self.integer.mu(self._sensitivity(relation), self.noise_multiplier, self._times)
+        return self._sensitivity(relation) / _joint_multiplier(self.queries)
 
     @property
     def _times(self) -> int:
         """The sensitivities up to which curves go: of draws, or of an absent client's place too."""
         return self.sampling.cohort if self.sampling.repeats else 2
 
-    def _moves(self, relation: Relation) -> int:
+    def _sensitivity(self, relation: Relation) -> int:
         return 2 if relation == "replace_one" else 1
 
     @property
@@ -314,11 +314,11 @@ class Mechanism:
         """Whether accountants rely on the cohort being a secret."""
         return self.sampling.hidden
 
-    def of_clients(self) -> Mapping[str, np.ndarray]:
+    def client_columns(self) -> Mapping[str, np.ndarray]:
         return {}
 
     @property
-    def unproved(self) -> str | None:
+    def proof_gap(self) -> str | None:
         """Why sums of clients with state have no proof (docs/proofs.md); None: they have."""
         reasons = []
         if self.stateful and self.sampling.hidden and self.sampling.coins is None:
@@ -343,43 +343,43 @@ class Mechanism:
         client's own rounds are counted, or the rounds of an epoch depend on each other, they are
         taken to have the least noise of any.
         """
-        once = self.survey.mu(relation) if self.survey else 0.0
+        survey_mu = self.survey.mu(relation) if self.survey else 0.0
         loss = None
         if self.integer:
-            loss = self.integer.skellam_loss(self._moves(relation), self.noise_multiplier)
-        sampling = with_laplace(self.sampling) if self.laplace else self.sampling
-        event = Event(sampling, self.mu(relation), once=once, relation=relation, skellam=loss)
+            loss = self.integer.skellam_loss(self._sensitivity(relation), self.noise_multiplier)
+        sampling = laplace_sampling(self.sampling) if self.laplace else self.sampling
+        event = Event(sampling, self.mu(relation), once=survey_mu, relation=relation, skellam=loss)
         if self.factors and self.private:
-            ordered = sorted(self.factors) if self.sampling.by_participation else self.factors
-            alone = [query for query in self.queries if query.per_client]
-            unscaled = sum((query.bound / query.std) ** 2 for query in alone)
-            inverse = (self.noise_multiplier * np.array(ordered)) ** -2 + unscaled
-            mus = self._moves(relation) * np.sqrt(inverse)
+            factors = sorted(self.factors) if self.sampling.by_participation else self.factors
+            client_queries = [query for query in self.queries if query.per_client]
+            per_client_inverse = sum((query.bound / query.std) ** 2 for query in client_queries)
+            inverse = (self.noise_multiplier * np.array(factors)) ** -2 + per_client_inverse
+            mus = self._sensitivity(relation) * np.sqrt(inverse)
             event = replace(event, mu=float(mus.max()))
             # a larger mu dominates (docs/proofs.md, Random allocation)
             return event if self.sampling.epoch else replace(event, mus=tuple(mus.tolist()))
         if not (self.squares and self.private):
             return event
         # the other queries of a round have noise of their own
-        first = self.queries[0]
-        share = (first.bound / first.std * _joint_multiplier(self.queries)) ** 2
+        first_query = self.queries[0]
+        share = (first_query.bound / first_query.std * _joint_multiplier(self.queries)) ** 2
         squares = enumerate(self.squares, 1)
         return replace(event, squares=tuple(share * s + (1 - share) * n for n, s in squares))
 
-    def restarted(self, most: int) -> Mechanism:
+    def restarted_release(self, max_participations: int) -> Mechanism:
         """The same for a run that was restarted with fresh noise, where the participations of a
-        client, `most` at most, may be of different segments.
+        client, at most `max_participations`, may be of different segments.
         """
         costliest = max((s / n for n, s in enumerate(self.squares, 1)), default=0.0)
-        together = range(1, most + 1) if self.squares else ()
-        return replace(self, squares=tuple(costliest * n for n in together))
+        counts = range(1, max_participations + 1) if self.squares else ()
+        return replace(self, squares=tuple(costliest * n for n in counts))
 
     @property
-    def least_multiplier(self) -> float:
+    def min_multiplier(self) -> float:
         """`noise_multiplier` of the round with least noise."""
         return self.noise_multiplier * min(self.factors, default=1.0)
 
-    def asking(self, times: int) -> Mechanism:
+    def with_surveys(self, times: int) -> Mechanism:
         """The same mechanism, with its survey released so many times; itself without one."""
         return replace(self, survey=replace(self.survey, times=times)) if self.survey else self
 
@@ -399,8 +399,8 @@ class Mechanism:
     def refuses(self, relation: Relation) -> str | None:
         """Why no accountant covers noise drawn where it is, and the nearest that is; or None."""
         if self.stateful and relation == "replace_one" and self.sampling.coins is not None:
-            known = "covered where a client may be absent, nearest: zero_out or add_remove"
-            return f"clients with state ({self.stateful}) in a Poisson cohort are {known}"
+            coverage = "covered where a client may be absent, nearest: zero_out or add_remove"
+            return f"clients with state ({self.stateful}) in a Poisson cohort are {coverage}"
         if self.sampling.colluders and relation == "add_remove":
             reason = "colluders know how many of them were drawn, which tells whether a client is"
             return f"{reason} there; nearest: zero_out or replace_one"
@@ -415,19 +415,19 @@ class Mechanism:
             return f"noise drawn by the clients {reason}; {nearest}, or replace_one"
         return None
 
-    def unsampled(self) -> Mechanism:
+    def with_known_cohorts(self) -> Mechanism:
         """The same mechanism for an observer who knows the cohorts: everyone in every round. What
         has no proof where they are hidden is no exclusion here.
         """
         everyone = Sampling("full", self.sampling.population, self.sampling.population)
         # which rounds a client is in is not known: those with the least noise come first, and all
         # draws of a client may be of one
-        ordered = self.factors if self.sampling.everyone else sorted(self.factors)
-        ordered = ordered[:1] if self.sampling.repeats else ordered
-        excluded = tuple(words for words in self.exclusions if words != self.unproved)
-        return replace(self, sampling=everyone, factors=tuple(ordered), exclusions=excluded)
+        factors = self.factors if self.sampling.everyone else sorted(self.factors)
+        factors = factors[:1] if self.sampling.repeats else factors
+        exclusions = tuple(words for words in self.exclusions if words != self.proof_gap)
+        return replace(self, sampling=everyone, factors=tuple(factors), exclusions=exclusions)
 
-    def of_person(self, group: int) -> Mechanism:
+    def person_mechanism(self, group: int) -> Mechanism:
         """The same for `group` units of the population together, from 1 to all, of one person."""
         if not (is_count(group) and 1 <= group <= self.sampling.population):
             expected = f"an integer from 1 to the {self.sampling.population} samples"
@@ -448,28 +448,28 @@ class Mechanism:
         if not (0 <= multiplier < math.inf):
             raise ConfigError("multiplier", multiplier, "a finite number, zero or above")
         sums = self.sums
-        now = self.noise_multiplier
-        if not now and any(query.std for query in sums):
+        current_multiplier = self.noise_multiplier
+        if not current_multiplier and any(query.std for query in sums):
             bare = next(query for query in sums if query.std == 0)
             raise ConfigError(f"{bare.name}.std", bare.std, "noise on every query, or on none")
 
-        def scaled(query: Query) -> Query:
+        def scale_query(query: Query) -> Query:
             if query.per_client:
                 return query
-            if now:
-                return replace(query, std=query.std * multiplier / now)
+            if current_multiplier:
+                return replace(query, std=query.std * multiplier / current_multiplier)
             return replace(query, std=math.sqrt(len(sums)) * multiplier * query.bound)
 
-        return replace(self, queries=tuple(map(scaled, self.queries)))
+        return replace(self, queries=tuple(map(scale_query, self.queries)))
 
     def seen(self, share: float) -> Mechanism:
         """The same for an observer to whom this share of the std of the noise is unknown."""
-        seen = self.with_noise(self.noise_multiplier * share)
-        return replace(seen, integer=self.integer.seen(share)) if self.integer else seen
+        release = self.with_noise(self.noise_multiplier * share)
+        return replace(release, integer=self.integer.seen(share)) if self.integer else release
 
     def round_digest(self) -> str:
         """The digest of one round, the same for runs that differ in their number of rounds."""
-        return replace(self.asking(0), rounds=1, squares=(), factors=()).digest()
+        return replace(self.with_surveys(0), rounds=1, squares=(), factors=()).digest()
 
     def digest(self) -> str:
         """SHA-256 of the canonical JSON of the fields that are set, in hexadecimal. The keys are

@@ -19,17 +19,17 @@ class ObserverView:
     rounds: int
 
     def guarantee(
-        self, accountant: str, epsilon: float, delta: float, failed: tuple[str, ...] = ()
+        self, accountant: str, epsilon: float, delta: float, failures: tuple[str, ...] = ()
     ) -> Guarantee:
         """The guarantee against this observer, with a rigorous accountant's epsilon and the
         conditions that failed; `unproven` where no proof is known for the mechanism.
         """
         mechanism = self.mechanism
-        proved = not mechanism.unproved
+        has_proof = not mechanism.proof_gap
         return Guarantee(
-            "rigorous" if proved else "unproven", accountant, mechanism.unit, self.relation,
+            "rigorous" if has_proof else "unproven", accountant, mechanism.unit, self.relation,
             self.observer, self.scope, epsilon, delta, mechanism.exclusions,
-            failed if proved else (*failed, str(mechanism.unproved)),
+            failures if has_proof else (*failures, str(mechanism.proof_gap)),
         )  # fmt: skip
 
 
@@ -44,39 +44,39 @@ def views(
     `participations`: the most times that any client was drawn; None: every round may count.
     """
     sampling = mechanism.sampling
-    asked = relation
+    original_relation = relation
     if mechanism.unit != "client":
-        scope = Scope.of_batches(sampling)
+        scope = Scope.from_batches(sampling)
         yield ObserverView(Observer.UPDATES, scope, mechanism, relation, rounds)
         return
     survey = mechanism.survey
-    also = str(survey) if survey and survey.times else ""
-    scope = Scope.of_cohorts(sampling, also=also)
+    extras = str(survey) if survey and survey.times else ""
+    scope = Scope.from_cohorts(sampling, extras=extras)
     if sampling.hidden or sampling.everyone:
         yield ObserverView(Observer.AGGREGATES, scope, mechanism, relation, rounds)
-    unsampled = mechanism.unsampled()
-    most = None if sampling.everyone else participations
-    spent = sampling.scheme.participations(sampling, rounds, most)
+    open_release = mechanism.with_known_cohorts()
+    max_draws = None if sampling.everyone else participations
+    counts = sampling.scheme.participations(sampling, rounds, max_draws)
     # that m draws cost m^2 rounds at most is so of Gaussian noise
     if not sampling.everyone and not (mechanism.laplace and sampling.repeats):
-        scope = Scope.of_cohorts(sampling, spent, also)
+        scope = Scope.from_cohorts(sampling, counts, extras)
         relation = "zero_out" if relation == "add_remove" else relation
-        yield ObserverView(Observer.AGGREGATES, scope, unsampled, relation, spent.gaussians)
+        yield ObserverView(Observer.AGGREGATES, scope, open_release, relation, counts.gaussians)
     if mechanism.distributed:
         # what a client's state holds of what it sent is seen
-        single = replace(
-            unsampled.seen(1 / mechanism.draws),
+        update_mechanism = replace(
+            open_release.seen(1 / mechanism.draws),
             noise_in_state=False,
-            survey=survey.of_one() if survey else None,
+            survey=survey.single_answer() if survey else None,
         )
-        yield ObserverView(Observer.UPDATES, scope, single, relation, spent.most)
+        yield ObserverView(Observer.UPDATES, scope, update_mechanism, relation, counts.most)
     if mechanism.colluders:
-        also = ", ".join(filter(None, (also, f"{mechanism.colluders} colluders")))
+        extras = ", ".join(filter(None, (extras, f"{mechanism.colluders} colluders")))
         if sampling.hidden or sampling.everyone:
-            scope = Scope.of_cohorts(sampling, also=also)
-            seen = mechanism.with_colluders(cohorts_known=False)
-            yield ObserverView(Observer.COLLUDERS, scope, seen, asked, rounds)
+            scope = Scope.from_cohorts(sampling, extras=extras)
+            release = mechanism.with_colluders(known_cohorts=False)
+            yield ObserverView(Observer.COLLUDERS, scope, release, original_relation, rounds)
         if not sampling.everyone:
-            scope = Scope.of_cohorts(sampling, spent, also)
-            seen = mechanism.with_colluders(cohorts_known=True).unsampled()
-            yield ObserverView(Observer.COLLUDERS, scope, seen, relation, spent.gaussians)
+            scope = Scope.from_cohorts(sampling, counts, extras)
+            release = mechanism.with_colluders(known_cohorts=True).with_known_cohorts()
+            yield ObserverView(Observer.COLLUDERS, scope, release, relation, counts.gaussians)

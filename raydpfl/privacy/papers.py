@@ -1,6 +1,6 @@
 """The papers by author and year, as what a user reads names them. The source knows them by number.
 
->>> cited("u min(1, c / ||u||) (000 eq. 3, 001 eq. 4); experiments/001 took 1,000 rounds")
+>>> cite_papers("u min(1, c / ||u||) (000 eq. 3, 001 eq. 4); experiments/001 took 1,000 rounds")
 'u min(1, c / ||u||) (Zhang 2021 eq. 3, Das 2021 eq. 4); experiments/001 took 1,000 rounds'
 """
 
@@ -15,6 +15,6 @@ PAPERS = {
 _NUMBER = re.compile(r"(?<![\w.,/])00[0-3](?![\w/]|[.,]\d)")
 
 
-def cited(text: str) -> str:
+def cite_papers(text: str) -> str:
     """A text with the authors of papers in the place of their numbers."""
     return _NUMBER.sub(lambda match: PAPERS[match.group()], text)

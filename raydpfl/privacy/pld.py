@@ -50,7 +50,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from raydpfl.privacy.search import halved
+from raydpfl.privacy.search import bisect_brackets
 
 # scipy is imported where it is used: every client actor imports this package, and only the
 # accounting needs scipy.
@@ -62,14 +62,14 @@ _Part = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 _STEPS_PER_STD = 40
 _MOST_POINTS = 1 << 19  # of one side of the grid; beyond it the grid is coarser, never unsafe
-_LONG = (1 << 18) + 1  # points of a grid, above which Chernoff bounds take rare losses in groups
-_FREQUENT = 1 << 14  # points on both sides of 0 that are none
+_LONG_GRID = (1 << 18) + 1  # points, above which Chernoff bounds take rare losses in groups
+_FREQUENT_POINTS = 1 << 14  # points on both sides of 0 that are none
 _GROUP = 64
-_SHORT = 4_000_000  # steps of a recursion that Python does while scipy.signal is imported
-_FAR = 1e30  # epsilon at which a curve is at its floor
+_SHORT_RECURSION = 4_000_000  # steps of a recursion that Python does while scipy.signal is imported
+_FAR_EPSILON = 1e30  # epsilon at which a curve is at its floor
 _TAIL = 1e-17  # of one round's loss, moved to infinity
 _WINDOW = 1e-15  # of the composed loss, likewise
-_DIRECT = 5e-13  # deltas below it, a round, are those of tilted distributions
+_DIRECT_DELTA = 5e-13  # deltas below it, a round, are those of tilted distributions
 _LEAST_TAIL = 1e-300
 
 
@@ -98,7 +98,8 @@ def gaussian_epsilon(mu: np.ndarray | float, delta: float) -> np.ndarray:
     mu = np.asarray(mu, float)
     safe = np.where(mu > 0, mu, 1.0)
     high = safe**2 / 2 + safe * math.sqrt(2 * math.log(1 / delta))
-    high = halved(lambda x: gaussian_delta(x, safe) > delta, np.zeros_like(safe), high, times=60)
+    low = np.zeros_like(safe)
+    high = bisect_brackets(lambda x: gaussian_delta(x, safe) > delta, low, high, times=60)
     return np.where((mu > 0) & (gaussian_delta(0.0, safe) > delta), high * (1 + 1e-12), 0.0)
 
 
@@ -126,12 +127,12 @@ class LossDistribution:
         """
         if self.infinite == 1:  # nothing is on the grid
             return np.full(len(range(first, last + 1, self.every)), math.inf)
-        tilted = is_small(delta, last)
+        is_tilted = is_small(delta, last)
         epsilons: list[float] = []
         while first <= last:
             # numbers of rounds that one order suits
-            end = min(last, first + first // (2 * self.every) * self.every) if tilted else last
-            loss = self._tilted(delta, end) if tilted else self
+            end = min(last, first + first // (2 * self.every) * self.every) if is_tilted else last
+            loss = self._tilted_loss(delta, end) if is_tilted else self
             epsilons += [epsilon_at(delta, self.step, tail) for tail in loss._tails(first, end)]
             first = end + self.every
         return np.array(epsilons)
@@ -142,7 +143,7 @@ class LossDistribution:
         """
         if self.infinite == 1:
             return 1.0
-        loss = self._tilted(near, rounds) if is_small(near, rounds) else self
+        loss = self._tilted_loss(near, rounds) if is_small(near, rounds) else self
         deltas = loss.deltas(rounds)
         place = epsilon / self.step
         if place >= len(deltas) - 1:
@@ -160,63 +161,63 @@ class LossDistribution:
         """A bound on delta at `epsilon` that needs no composition; arguments as for `delta`."""
         if self.infinite == 1:
             return 1.0
-        spent = self._spent(rounds)
+        log_moment = self._log_moment(rounds)
         place = epsilon / self.step
-        order = _least(lambda order: spent(order) - order * place, self._largest)
-        return math.exp(min(spent(order) - order * place, 0.0))
+        order = _best_order(lambda order: log_moment(order) - order * place, self._half)
+        return math.exp(min(log_moment(order) - order * place, 0.0))
 
-    def _tilted(self, delta: float, rounds: int) -> LossDistribution:
+    def _tilted_loss(self, delta: float, rounds: int) -> LossDistribution:
         """Tilted at the order of the best Chernoff bound on epsilon."""
-        spent = self._spent(rounds)
+        log_moment = self._log_moment(rounds)
         surprise = -math.log(delta)
-        order = _least(lambda order: (spent(order) + surprise) / order, self._largest)
-        return self._at_order(order)
+        order = _best_order(lambda order: (log_moment(order) + surprise) / order, self._half)
+        return self._tilt(order)
 
-    def _spent(self, rounds: int) -> Callable[[float], float]:
+    def _log_moment(self, rounds: int) -> Callable[[float], float]:
         """log E e^(order index) of the sum of the losses, by the order."""
         times = 1 if self.once else rounds // self.every
         parts = [(self, rounds), *([(self.also, times)] if self.also else [])]
         return lambda order: sum(count * loss._log_mean(order) for loss, count in parts)
 
     @property
-    def _largest(self) -> int:
+    def _half(self) -> int:
         return len(self.masses) // 2
 
-    def _grouped(self, sign: int) -> tuple[np.ndarray, np.ndarray]:
+    def _groups(self, sign: int) -> tuple[np.ndarray, np.ndarray]:
         """Logarithms of the masses, and indices, for a bound from above (`sign` 1) or below: rare
         losses of a long grid in groups.
         """
-        half = self._largest
+        half = self._half
         index = np.arange(-half, half + 1)
         masses = self.masses
-        if len(masses) > _LONG:
-            rare = np.arange(0, half - _FREQUENT, _GROUP)
-            middle = np.arange(half - _FREQUENT, half + _FREQUENT)
-            first = np.concatenate([rare, middle, rare + half + _FREQUENT])
-            masses = np.add.reduceat(masses, first)
-            index = index[np.append(first[1:], 2 * half + 1) - 1 if sign > 0 else first]
+        if len(masses) > _LONG_GRID:
+            rare = np.arange(0, half - _FREQUENT_POINTS, _GROUP)
+            middle = np.arange(half - _FREQUENT_POINTS, half + _FREQUENT_POINTS)
+            starts = np.concatenate([rare, middle, rare + half + _FREQUENT_POINTS])
+            masses = np.add.reduceat(masses, starts)
+            index = index[np.append(starts[1:], 2 * half + 1) - 1 if sign > 0 else starts]
         with np.errstate(divide="ignore"):
             return np.log(masses), index
 
     @property
     def coarse(self) -> bool:
         """Whether its grid has as many points as it may, and is coarser than suits the loss."""
-        return self._largest >= _MOST_POINTS or bool(self.also and self.also.coarse)
+        return self._half >= _MOST_POINTS or bool(self.also and self.also.coarse)
 
     def _log_mean(self, order: float) -> float:
         """log E e^(order index) of the finite losses."""
         return _log_sum(self._logs(order))
 
     def _logs(self, order: float) -> np.ndarray:
-        half = self._largest
+        half = self._half
         with np.errstate(divide="ignore"):
             return np.log(self.masses) + order * np.arange(-half, half + 1)
 
-    def _at_order(self, order: float) -> LossDistribution:
+    def _tilt(self, order: float) -> LossDistribution:
         log_mean = self._log_mean(order)
         masses = np.exp(self._logs(order) - log_mean)
-        also = self.also and self.also._at_order(order)
-        return replace(self, masses=masses, order=order, log_mean=log_mean, also=also)
+        extra_loss = self.also and self.also._tilt(order)
+        return replace(self, masses=masses, order=order, log_mean=log_mean, also=extra_loss)
 
     def std(self) -> float:
         """Standard deviation of the finite loss of one round."""
@@ -227,56 +228,56 @@ class LossDistribution:
         """For all numbers of rounds, delta at epsilon = 0, step, ..., up to the infinite mass."""
         from scipy.fft import irfft, next_fast_len
 
-        also, every, once = self.also, self.every, self.once
-        other = also or LossDistribution(self.step, np.ones(1), 0.0)
+        extra_loss, period, is_single = self.also, self.every, self.once
+        second = extra_loss or LossDistribution(self.step, np.ones(1), 0.0)
         half = len(self.masses) // 2
-        other_half = len(other.masses) // 2
-        rounds = np.arange(first, last + 1, every)
+        second_half = len(second.masses) // 2
+        rounds = np.arange(first, last + 1, period)
         times = 0 * rounds
-        if also:
-            times = times + 1 if once else rounds // every
-        upper, lower = self._window(rounds, other, times)
-        longest = max((upper - lower).max() + 1, len(self.masses), len(other.masses))
+        if extra_loss:
+            times = times + 1 if is_single else rounds // period
+        upper, lower = self._window(rounds, second, times)
+        longest = max((upper - lower).max() + 1, len(self.masses), len(second.masses))
         size = next_fast_len(int(longest), real=True)
         transform, modulus = _transform(self, size)
         power = transform ** int(first)
-        fading = modulus ** (int(first) - 1)  # of one round less
-        hop = transform if every == 1 else transform ** int(every)  # to the next number of rounds
-        fade = modulus if every == 1 else modulus ** int(every)
-        if also:
-            transform, modulus = _transform(also, size)
+        modulus_power = modulus ** (int(first) - 1)  # of one round less
+        hop = transform if period == 1 else transform ** int(period)  # to the next number of rounds
+        fade = modulus if period == 1 else modulus ** int(period)
+        if extra_loss:
+            transform, modulus = _transform(extra_loss, size)
             power = power * transform ** int(times[0])
-            fading = fading * modulus ** (int(times[0]) - 1)
-            if not once:
+            modulus_power = modulus_power * modulus ** (int(times[0]) - 1)
+            if not is_single:
                 hop = hop * transform
                 fade = fade * modulus
         steps = int(upper.sum())
         for t, c, top in zip(rounds, times, upper, strict=True):
             # now entry k is the loss k * step, modulo size
-            composed = np.roll(irfft(power, size), -half * t - other_half * c)
-            lost = math.expm1(t * math.log1p(-self.infinite) + c * math.log1p(-other.infinite))
-            off = _WINDOW + _rounding(fading, int(t + c))
+            masses = np.roll(irfft(power, size), -half * t - second_half * c)
+            gap = math.expm1(t * math.log1p(-self.infinite) + c * math.log1p(-second.infinite))
+            error = _WINDOW + _rounding_error(modulus_power, int(t + c))
             if self.order:
-                exponents = t * self.log_mean + c * other.log_mean - self.order * np.arange(top + 1)
+                logs = t * self.log_mean + c * second.log_mean - self.order * np.arange(top + 1)
                 # no mass is above 1: where this is large, nothing is left of what was composed
-                growth = np.exp(np.minimum(exponents, 600.0))
-                composed = np.minimum(composed[: top + 1] * growth, 1.0)
-                off *= 1 + self.order * max(half, top)  # rounding of the exponents too
-                yield np.minimum(self._finite(composed, top, steps) + off * growth - lost, 1.0)
+                scale = np.exp(np.minimum(logs, 600.0))
+                masses = np.minimum(masses[: top + 1] * scale, 1.0)
+                error *= 1 + self.order * max(half, top)  # rounding of the exponents too
+                yield np.minimum(self._finite_deltas(masses, top, steps) + error * scale - gap, 1.0)
             else:
-                yield self._finite(composed, top, steps) + (off - lost)
+                yield self._finite_deltas(masses, top, steps) + (error - gap)
             power = power * hop
-            fading = fading * fade
+            modulus_power = modulus_power * fade
 
-    def _finite(self, composed: np.ndarray, top: int, steps: int) -> np.ndarray:
+    def _finite_deltas(self, composed_masses: np.ndarray, top: int, steps: int) -> np.ndarray:
         """Delta at all grid points from 0 on, of the finite losses up to `top`; of `steps` in all.
         scipy takes 0.6 s to import; the bits are the same.
         """
-        masses = composed[top::-1].clip(min=0.0)
+        masses = composed_masses[top::-1].clip(min=0.0)
         above = np.concatenate([[0.0], masses[:-1].cumsum()])
         # delta_i = e^-h delta_(i+1) + (1 - e^-h) P[loss > i h]: positive terms, none overflows
         gain, decay = -math.expm1(-self.step), math.exp(-self.step)
-        if steps < _SHORT and "scipy.signal" not in sys.modules:
+        if steps < _SHORT_RECURSION and "scipy.signal" not in sys.modules:
             terms = (above * gain).tolist()
             return np.array([*accumulate(terms, lambda last, term: term + decay * last)])[::-1]
         from scipy.signal import lfilter
@@ -284,26 +285,26 @@ class LossDistribution:
         return lfilter([gain], [1.0, -decay], above)[::-1]
 
     def _window(
-        self, rounds: np.ndarray, other: LossDistribution, times: np.ndarray
+        self, rounds: np.ndarray, second: LossDistribution, times: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """The grid indices that the sums are above, or below, with probability at most 1e-15."""
         half = len(self.masses) // 2
-        other_half = len(other.masses) // 2
-        most = half * rounds + other_half * times
+        second_half = len(second.masses) // 2
+        max_index = half * rounds + second_half * times
         surprise = math.log(1 / _WINDOW)
-        variance = self.std() ** 2 + other.std() ** 2 * times[-1] / rounds[-1]
+        variance = self.std() ** 2 + second.std() ** 2 * times[-1] / rounds[-1]
         spread = max(math.sqrt(variance) / self.step, 1e-3)
         # The best order for one round if the loss were Gaussian; about 1 / half suits rare large
         # losses.
         gaussian = math.sqrt(2 * surprise) / spread
-        least = min(0.3 * gaussian / math.sqrt(rounds[-1]), 1 / half)
-        orders = np.geomspace(least, max(3 * gaussian, 100 / half), 40)
+        min_order = min(0.3 * gaussian / math.sqrt(rounds[-1]), 1 / half)
+        orders = np.geomspace(min_order, max(3 * gaussian, 100 / half), 40)
         upper, below = (
             np.minimum(
-                most,
+                max_index,
                 np.ceil(
                     _chernoff(
-                        [(*self._grouped(sign), rounds), (*other._grouped(sign), times)],
+                        [(*self._groups(sign), rounds), (*second._groups(sign), times)],
                         sign, surprise, orders,
                     )
                 ),
@@ -313,12 +314,12 @@ class LossDistribution:
         return np.maximum(upper, 1).astype(int), np.minimum(-below, 0).astype(int)
 
 
-def _rounding(fading: np.ndarray, count: int) -> float:
+def _rounding_error(modulus_power: np.ndarray, count: int) -> float:
     """How far rounding can have moved any sum of entries of the inverse of a transform of `count`
-    losses, of modulus `fading` with one less. A coefficient is off by a few ulp, its t-th power by
-    t times that; Parseval and Cauchy-Schwarz bound the sum.
+    losses, of modulus `modulus_power` with one less. A coefficient is off by a few ulp, its t-th
+    power by t times that; Parseval and Cauchy-Schwarz bound the sum.
     """
-    return 4 * np.finfo(float).eps * (count + 1) * math.sqrt(2 * (fading @ fading))
+    return 4 * np.finfo(float).eps * (count + 1) * math.sqrt(2 * (modulus_power @ modulus_power))
 
 
 def _transform(loss: LossDistribution, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -339,10 +340,10 @@ def _chernoff(parts: Sequence[_Part], sign: int, surprise: float, orders: np.nda
         exponent = sum(n * _log_sum(logs + sign * order * index) for logs, index, n in parts)
         return np.asarray((exponent + surprise) / order)
 
-    return least_bound(bound, len(orders))
+    return min_bound(bound, len(orders))
 
 
-def least_bound(bound: Callable[[int], np.ndarray], orders: int) -> np.ndarray:
+def min_bound(bound: Callable[[int], np.ndarray], orders: int) -> np.ndarray:
     """The least of Chernoff bounds for rising numbers of rounds, float64 [numbers], `bound(i)` that
     by order i of `orders`, which rise. (n K(order) + surprise) / order, K convex, first falls and
     then rises with the order, and more rounds are served best by a smaller one.
@@ -357,16 +358,16 @@ def least_bound(bound: Callable[[int], np.ndarray], orders: int) -> np.ndarray:
     return np.min([bound(i) for i in range(first, last + 1)], axis=0)
 
 
-def _least(objective: Callable[[float], float], largest: int) -> float:
+def _best_order(objective: Callable[[float], float], largest: int) -> float:
     """The order at which an objective of a loss with this largest index is about least."""
     from scipy.optimize import minimize_scalar
 
     limits = math.log(1e-3 / largest), math.log(1e3)
-    found = minimize_scalar(
+    optimum = minimize_scalar(
         lambda log_order: objective(math.exp(log_order)),
         bounds=limits, method="bounded", options={"xatol": 0.02},
     )  # fmt: skip
-    return math.exp(found.x)
+    return math.exp(optimum.x)
 
 
 def _log_sum(logs: np.ndarray) -> float:
@@ -387,7 +388,7 @@ def epsilon_at(delta: float, step: float, deltas: np.ndarray) -> float:
 
 def is_small(delta: float, rounds: int) -> bool:
     """Whether losses are tilted to tell so small a delta after so many rounds."""
-    return delta < _DIRECT * rounds
+    return delta < _DIRECT_DELTA * rounds
 
 
 def tail_for(delta: float, rounds: int) -> float:
@@ -438,9 +439,9 @@ def group_privacy(curve: Curve, group: int) -> Curve:
 
     def bound(epsilon: np.ndarray) -> np.ndarray:
         epsilon = np.minimum(epsilon, last)
-        each = np.maximum(epsilon / group, 1e-12)  # where the factor is `group` in double precision
-        factor = np.expm1(-group * each) / np.expm1(-each)
-        exponent = (group - 1) * each + np.log(np.maximum(curve(epsilon / group), 1e-300))
+        part = np.maximum(epsilon / group, 1e-12)  # where the factor is `group` in double precision
+        factor = np.expm1(-group * part) / np.expm1(-part)
+        exponent = (group - 1) * part + np.log(np.maximum(curve(epsilon / group), 1e-300))
         return np.minimum(factor * np.exp(np.minimum(exponent, 0.0)), 1.0)
 
     return bound
@@ -449,14 +450,14 @@ def group_privacy(curve: Curve, group: int) -> Curve:
 def _reach(curve: Curve, tail: float = _TAIL) -> float:
     """The epsilon at which the curve has fallen to `tail`, or to its floor, if that is higher."""
     high = 1e-9 * 2.0 ** np.arange(8)
-    tail = max(tail, float(curve(np.array([_FAR]))[0]))
+    tail = max(tail, float(curve(np.array([_FAR_EPSILON]))[0]))
     while curve(high[-1:])[0] > tail:
         high = 2.0**8 * high
     high = high[np.argmax(curve(high) <= tail), None]
-    return float(halved(lambda x: curve(x) > tail, high / 2, high, times=5)[0])
+    return float(bisect_brackets(lambda x: curve(x) > tail, high / 2, high, times=5)[0])
 
 
-def _unsampled(epsilon: np.ndarray, q: float) -> np.ndarray:
+def _unamplified_epsilon(epsilon: np.ndarray, q: float) -> np.ndarray:
     """ln(1 + (e^epsilon - 1)/q), which sampling with probability q reduces to epsilon >= 0 [2]."""
     small = np.log1p(np.expm1(np.minimum(epsilon, 1.0)) / q)
     return np.where(
@@ -471,20 +472,20 @@ def poisson_curves(
     removing and adding a client of probability q, delta(P, Q) and delta(Q, P) with
     P = (1-q) N(0, 1) + q N(mu, 1) and Q = N(0, 1).
     """
-    others = math.log1p(-q) if q < 1 else -math.inf
+    log_complement = math.log1p(-q) if q < 1 else -math.inf
 
-    def removed(epsilon: np.ndarray) -> np.ndarray:
-        return q * delta(_unsampled(epsilon, q), mu)
+    def removal_curve(epsilon: np.ndarray) -> np.ndarray:
+        return q * delta(_unamplified_epsilon(epsilon, q), mu)
 
-    def added(epsilon: np.ndarray) -> np.ndarray:
+    def addition_curve(epsilon: np.ndarray) -> np.ndarray:
         # Q - e^eps P = w (Q - e^eps' N(mu,1)) with w = 1 - e^eps (1-q) and e^eps' = e^eps q / w;
         # nothing is left once w < 0.
-        weight = -np.expm1(np.minimum(epsilon + others, 1.0))
+        weight = -np.expm1(np.minimum(epsilon + log_complement, 1.0))
         positive = np.maximum(weight, np.finfo(float).tiny)
         inner = epsilon + math.log(q) - np.log(positive)
         return np.where(weight > 0, positive * delta(inner, mu), 0.0)
 
-    return (removed, added), (added, removed)
+    return (removal_curve, addition_curve), (addition_curve, removal_curve)
 
 
 def fixed_size_curve(
@@ -497,7 +498,7 @@ def fixed_size_curve(
     It bounds both directions of every neighbouring pair ([2] Theorem 9), and is the curve of a
     dominating pair, so that it composes ([4]; docs/proofs.md).
     """
-    return lambda epsilon: q * delta(_unsampled(epsilon, q), mu)
+    return lambda epsilon: q * delta(_unamplified_epsilon(epsilon, q), mu)
 
 
 def group_removed_curves(weights: np.ndarray, mu: float) -> tuple[CurvePair, CurvePair]:
@@ -506,25 +507,25 @@ def group_removed_curves(weights: np.ndarray, mu: float) -> tuple[CurvePair, Cur
     delta(Q, P) with P = sum_k weights[k] N(k mu, 1) and Q = N(0, 1), which dominate where removal
     leaves the others' sample as it is given k = 0 ([6] Theorem 1; docs/proofs.md).
     """
-    counts, chances, rest = _of_group(weights)
-    drawn = float(chances.sum())
-    none = float(weights[0])
+    counts, chances, rest = _group_weights(weights)
+    presence = float(chances.sum())
+    zero = float(weights[0])
 
-    def removed(epsilon: np.ndarray) -> np.ndarray:
-        total = _unsampled(epsilon, drawn) + math.log(drawn)
-        ratios = _shared(total, counts * mu, chances)
+    def removal_curve(epsilon: np.ndarray) -> np.ndarray:
+        total = _unamplified_epsilon(epsilon, presence) + math.log(presence)
+        ratios = _log_ratios(total, counts * mu, chances)
         return (chances * gaussian_delta(ratios, counts * mu)).sum(axis=-1) + rest
 
-    def added(epsilon: np.ndarray) -> np.ndarray:
+    def addition_curve(epsilon: np.ndarray) -> np.ndarray:
         # (w - e^eps sum_k weights[k] L_k)+ with w = 1 - e^eps weights[0], shared among the k
-        weight = -np.expm1(np.minimum(epsilon + math.log(none), 1.0)) if none else epsilon * 0 + 1
+        weight = -np.expm1(np.minimum(epsilon + math.log(zero), 1.0)) if zero else epsilon * 0 + 1
         positive = np.maximum(weight, np.finfo(float).tiny)
         total = np.log(positive) - epsilon
-        ratios = _shared(total, counts * mu, chances, above=True)
+        ratios = _log_ratios(total, counts * mu, chances, above=True)
         shares = chances * np.exp(np.minimum(epsilon[..., None] + ratios, 1.0))
         return np.where(weight > 0, (shares * gaussian_delta(-ratios, counts * mu)).sum(-1), 0.0)
 
-    return (removed, added), (added, removed)
+    return (removal_curve, addition_curve), (addition_curve, removal_curve)
 
 
 def group_replaced_curve(weights: np.ndarray, absent: float, other: float) -> Curve:
@@ -541,14 +542,14 @@ def group_replaced_curve(weights: np.ndarray, absent: float, other: float) -> Cu
     curve of a dominating pair (docs/proofs.md); of one unit `three_gaussians_curve`, or where both
     distances are alike `fixed_size_curve`.
     """
-    counts, chances, rest = _of_group(weights)
+    counts, chances, rest = _group_weights(weights)
     near, far = counts * other, counts * absent
     logs = np.log(chances)
 
     def ratios(x: np.ndarray, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        of_none = far * x[..., None] - far**2 / 2
-        of_other = near * (x[..., None] + near - far) - near**2 / 2
-        return of_none, of_other, -np.expm1(np.minimum(epsilon[..., None] - of_other, 0.0))
+        far_logs = far * x[..., None] - far**2 / 2
+        near_logs = near * (x[..., None] + near - far) - near**2 / 2
+        return (far_logs, near_logs, -np.expm1(np.minimum(epsilon[..., None] - near_logs, 0.0)))
 
     def curve(epsilon: np.ndarray) -> np.ndarray:
         epsilon = np.asarray(epsilon, float)
@@ -559,14 +560,14 @@ def group_replaced_curve(weights: np.ndarray, absent: float, other: float) -> Cu
             above = (np.maximum(free[..., 0], 0.0) + 2 - logs[0] + far[0] ** 2 / 2) / far[0]
             high = np.maximum(above, (epsilon + 1 + near[0] ** 2 / 2) / near[0] + far[0])
 
-            def beyond(x: np.ndarray) -> np.ndarray:
-                of_none, _, share = ratios(-x, epsilon)
-                return (share * np.exp(np.minimum(logs + of_none - free, 700.0))).sum(axis=-1) > 1
+            def is_beyond(x: np.ndarray) -> np.ndarray:
+                far_logs, _, share = ratios(-x, epsilon)
+                return (share * np.exp(np.minimum(logs + far_logs - free, 700.0))).sum(axis=-1) > 1
 
-            x = -halved(beyond, -high, np.zeros_like(high), times=50)
-        of_none, of_other, share = ratios(x, epsilon)
-        own = (1 - share) * gaussian_delta(np.maximum(of_other, epsilon[..., None]), near)
-        return (chances * (own + share * gaussian_delta(of_none, far))).sum(axis=-1) + rest
+            x = -bisect_brackets(is_beyond, -high, np.zeros_like(high), times=50)
+        far_logs, near_logs, share = ratios(x, epsilon)
+        terms = (1 - share) * gaussian_delta(np.maximum(near_logs, epsilon[..., None]), near)
+        return (chances * (terms + share * gaussian_delta(far_logs, far))).sum(axis=-1) + rest
 
     return curve
 
@@ -581,7 +582,7 @@ def three_gaussians_curve(q: float, absent: float, other: float) -> Curve:
     with x where this is largest. It is attained on a line, u = 0, v = other, w = absent
     (docs/proofs.md).
     """
-    least = min(absent, other)
+    min_distance = min(absent, other)
 
     def curve(epsilon: np.ndarray) -> np.ndarray:
         from scipy.special import log_ndtr
@@ -590,9 +591,9 @@ def three_gaussians_curve(q: float, absent: float, other: float) -> Curve:
             absence = epsilon + np.log(-np.expm1(-epsilon)) + np.log((1 - q) / q)
         # 1 = e^(absent x + logs[0]) + e^(other x + logs[1]), a quadratic equation for e^(least x)
         logs = absence - absent**2 / 2, epsilon - other**2 / 2
-        once, twice = logs if absent < other else logs[::-1]
-        x = math.log(2) - np.logaddexp(once, np.logaddexp(2 * once, math.log(4) + twice) / 2)
-        x /= least
+        first, second = logs if absent < other else logs[::-1]
+        x = math.log(2) - np.logaddexp(first, np.logaddexp(2 * first, math.log(4) + second) / 2)
+        x /= min_distance
         rest = 0.0
         for log, shift in zip(logs, (absent, other), strict=True):
             share = shift * x + log
@@ -603,15 +604,15 @@ def three_gaussians_curve(q: float, absent: float, other: float) -> Curve:
     return curve
 
 
-def _of_group(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+def _group_weights(weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
     """Numbers of units from 1, float64 [k], their probabilities, and what these leave out."""
     order = np.argsort(weights[1:])
-    left_out = order[np.cumsum(weights[1:][order]) < _TAIL]
-    counts = np.delete(np.arange(1.0, len(weights)), left_out)
-    return counts, weights[counts.astype(int)], float(weights[1:][left_out].sum())
+    omitted_index = order[np.cumsum(weights[1:][order]) < _TAIL]
+    counts = np.delete(np.arange(1.0, len(weights)), omitted_index)
+    return counts, weights[counts.astype(int)], float(weights[1:][omitted_index].sum())
 
 
-def _shared(
+def _log_ratios(
     total: np.ndarray, mus: np.ndarray, chances: np.ndarray, above: bool = False
 ) -> np.ndarray:
     """log L_k(x), float64 [..., k], L_k the likelihood ratio of N(mus[k], 1) and N(0, 1), a little
@@ -656,31 +657,31 @@ def distributions(pairs: Sequence[CurvePair], tail: float = _TAIL) -> tuple[Loss
     return loss, *(_on_grid(*pair, loss.step, n) for pair in pairs[1:])
 
 
-def and_gaussian(
-    pairs: Sequence[CurvePair], every: int, other: float, tail: float = _TAIL
+def losses_with_gaussian(
+    pairs: Sequence[CurvePair], period: int, gaussian_mu: float, tail: float = _TAIL
 ) -> tuple[LossDistribution, ...]:
-    """For every direction of a round, its loss and that of a Gaussian over everyone of mu `other`,
-    on the grid that suits one of the latter with `every` of the former. A step h far above the std
-    s of the former raises their variance from s^2 to about h s sqrt(2 / pi), kept below 1e-4 of
-    the whole.
+    """For every direction of a round, its loss and that of a Gaussian over everyone of mu
+    `gaussian_mu`, on the grid that suits one of the latter with `period` of the former. A step h
+    far above the std s of the former raises their variance from s^2 to about h s sqrt(2 / pi), kept
+    below 1e-4 of the whole.
     """
 
     def gaussian(epsilon: np.ndarray) -> np.ndarray:
-        return gaussian_delta(epsilon, other)
+        return gaussian_delta(epsilon, gaussian_mu)
 
     up, down = pairs[0]
     loss = discretise(up, down, tail)
     reach = _reach(gaussian, tail)
     s = loss.std()
-    growth = 1e-4 * (every * s**2 + other**2) / (every * s * math.sqrt(2 / math.pi))
-    suits = min(other / _STEPS_PER_STD, growth)
-    step = max(loss.step, suits, reach / _MOST_POINTS)
-    also = _on_grid(gaussian, gaussian, step, math.ceil(reach / step))
+    growth = 1e-4 * (period * s**2 + gaussian_mu**2) / (period * s * math.sqrt(2 / math.pi))
+    suitable_step = min(gaussian_mu / _STEPS_PER_STD, growth)
+    step = max(loss.step, suitable_step, reach / _MOST_POINTS)
+    gaussian_loss = _on_grid(gaussian, gaussian, step, math.ceil(reach / step))
     if step == loss.step:
         rest = (_on_grid(*pair, step, len(loss.masses) // 2) for pair in pairs[1:])
-        return tuple(replace(loss, also=also) for loss in (loss, *rest))
+        return tuple(replace(loss, also=gaussian_loss) for loss in (loss, *rest))
     n = math.ceil(max(_reach(up, tail), _reach(down, tail)) / step)
-    return tuple(replace(_on_grid(*pair, step, n), also=also) for pair in pairs)
+    return tuple(replace(_on_grid(*pair, step, n), also=gaussian_loss) for pair in pairs)
 
 
 def together(parts: Sequence[tuple[Sequence[CurvePair], int]], delta: float) -> float:
@@ -728,15 +729,16 @@ def _tail(losses: Sequence[tuple[LossDistribution, int]]) -> np.ndarray:
     power = np.prod([one**n for one, n in zip(transforms, numbers, strict=True)], axis=0)
     # the largest product of the moduli of one loss less
     whole = [modulus**n for modulus, n in zip(moduli, numbers, strict=True)]
-    after = [*accumulate(reversed(whole), np.multiply, initial=np.ones(len(power)))][-2::-1]
-    fading, before = np.zeros(len(power)), np.ones(len(power))
-    for modulus, n, one, rest in zip(moduli, numbers, whole, after, strict=True):
-        fading = np.maximum(fading, before * modulus ** (n - 1) * rest)
-        before = before * one
-    composed = np.roll(irfft(power, size), -centre)
-    lost = math.expm1(sum(n * math.log1p(-loss.infinite) for loss, n in losses))
-    masses = LossDistribution(step, composed, 0.0)
-    return masses._finite(composed, upper, upper) + (_WINDOW + _rounding(fading, count) - lost)
+    suffixes = [*accumulate(reversed(whole), np.multiply, initial=np.ones(len(power)))][-2::-1]
+    modulus_power, prefix = np.zeros(len(power)), np.ones(len(power))
+    for modulus, n, one, rest in zip(moduli, numbers, whole, suffixes, strict=True):
+        modulus_power = np.maximum(modulus_power, prefix * modulus ** (n - 1) * rest)
+        prefix = prefix * one
+    composed_masses = np.roll(irfft(power, size), -centre)
+    gap = math.expm1(sum(n * math.log1p(-loss.infinite) for loss, n in losses))
+    loss = LossDistribution(step, composed_masses, 0.0)
+    error = _WINDOW + _rounding_error(modulus_power, count)
+    return loss._finite_deltas(composed_masses, upper, upper) + (error - gap)
 
 
 def with_replacement_curve(p_max: float, draws: int, mu: float) -> Curve:
@@ -750,16 +752,16 @@ def with_replacement_curve(p_max: float, draws: int, mu: float) -> Curve:
     if p_max < 1:
         chance = -math.expm1(draws * math.log1p(-p_max))
         counts = np.arange(1, draws + 1)  # up to those beyond which there is 1e-17 at most
-        most = int(np.argmax(np.append(bdtrc(counts[:-1], draws, p_max) < _TAIL, True))) + 1
-        times = counts[:most]
+        max_count = int(np.argmax(np.append(bdtrc(counts[:-1], draws, p_max) < _TAIL, True))) + 1
+        times = counts[:max_count]
         logs = gammaln(draws + 1) - gammaln(times + 1) - gammaln(draws - times + 1)
         logs = logs + times * math.log(p_max) + (draws - times) * math.log1p(-p_max)
         chances = np.exp(logs)
-        rest = float(bdtrc(most, draws, p_max)) if most < draws else 0.0
+        rest = float(bdtrc(max_count, draws, p_max)) if max_count < draws else 0.0
 
     def curve(epsilon: np.ndarray) -> np.ndarray:
-        inner = _unsampled(epsilon, chance)
-        drawn = zip(times, chances, strict=True)
-        return sum(weight * gaussian_delta(inner, k * mu) for k, weight in drawn) + rest
+        inner = _unamplified_epsilon(epsilon, chance)
+        draw_chances = zip(times, chances, strict=True)
+        return sum(weight * gaussian_delta(inner, k * mu) for k, weight in draw_chances) + rest
 
     return curve

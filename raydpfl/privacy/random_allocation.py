@@ -38,11 +38,11 @@ import numpy as np
 from raydpfl.privacy import pld
 
 _STEPS_PER_STD = 50  # of the logarithm of a ratio: all roundings add some 5e-4 of its variance
-_FAR = 10.4  # standard deviations beyond which one ratio is cut off, of mass 1e-25
-_CUT = 1e-24  # of mass, cut off each sum or product on either side
-_LEAST, _MOST = 1e-4, 25.0  # of mu
-_LOST = 1e-17  # of mass, at most, that may be 0 or infinite
-_LARGEST = 690.0  # of the logarithms of values
+_CUT_STDS = 10.4  # standard deviations beyond which one ratio is cut off, of mass 1e-25
+_CUT_MASS = 1e-24  # of mass, cut off each sum or product on either side
+_MIN_MU, _MAX_MU = 1e-4, 25.0  # of mu
+_MAX_LOST_MASS = 1e-17  # of mass, at most, that may be 0 or infinite
+_MAX_LOG = 690.0  # of the logarithms of values
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +64,10 @@ class LikelihoodRatio:
         return self.step * (self.low + np.arange(len(self.masses))) - self.shift
 
     @property
-    def in_range(self) -> bool:
+    def is_representable(self) -> bool:
         """Whether what is cut off is little, and float64 holds the rest."""
-        lost = np.array([self.zero, self.infinite])  # which NaN does not pass
-        return bool((lost <= _LOST).all()) and self.logs[-1] <= _LARGEST
+        lost_masses = np.array([self.zero, self.infinite])  # which NaN does not pass
+        return bool((lost_masses <= _MAX_LOST_MASS).all()) and self.logs[-1] <= _MAX_LOG
 
     def log_std(self) -> float:
         """Standard deviation of the logarithm, without 0 and infinity."""
@@ -94,8 +94,8 @@ class LikelihoodRatio:
         """The mean of both's ratios, on one grid: of as many as e^shift each, all independent."""
         lows = self.low, other.low
         ends = self.low + len(self.masses), other.low + len(other.masses)
-        least = math.log1p(math.exp(-self.step * abs(lows[0] - lows[1]))) / self.step
-        low = max(lows) + math.floor(least)
+        lowest_shift = math.log1p(math.exp(-self.step * abs(lows[0] - lows[1]))) / self.step
+        low = max(lows) + math.floor(lowest_shift)
         sums = np.zeros(max(ends) - low + math.ceil(math.log(2) / self.step) + 1)
         _sums(self, other, low, sums)
         if other is self:
@@ -112,7 +112,7 @@ class LikelihoodRatio:
             zero += chance * float((1 - shares) @ one.masses)
         shift = float(np.logaddexp(self.shift, other.shift))
         infinite = sum(math.exp(one.shift - shift) * one.infinite for one in (self, other))
-        return LikelihoodRatio(self.step, low, shift, sums, zero, infinite)._cut()
+        return LikelihoodRatio(self.step, low, shift, sums, zero, infinite)._truncate()
 
     def __mul__(self, other: LikelihoodRatio) -> LikelihoodRatio:
         """The product of independent ratios; the step of one is 2^n times the other's."""
@@ -126,7 +126,7 @@ class LikelihoodRatio:
             np.convolve(self.masses, fine.masses),
             self.zero + other.zero,
             self.infinite + other.infinite,
-        )._cut()
+        )._truncate()
         while product.log_std() > 2 * _STEPS_PER_STD * product.step:
             product = product.coarser()
         return product
@@ -138,21 +138,21 @@ class LikelihoodRatio:
         half = self ** (times // 2)
         return half * half * self if times % 2 else half * half
 
-    def _cut(self) -> LikelihoodRatio:
-        """Without what is below `_CUT`: what is above goes to infinity by its share in the mean and
-        to 0 by its mass, what is below to the lowest value and 0.
+    def _truncate(self) -> LikelihoodRatio:
+        """Without what is below `_CUT_MASS`: what is above goes to infinity by its share in the
+        mean and to 0 by its mass, what is below to the lowest value and 0.
         """
         logs = self.logs
         with np.errstate(divide="ignore"):
             log_masses = np.log(self.masses)
         parts = np.exp(log_masses + logs)
-        last = int((np.cumsum(parts[::-1])[::-1] > _CUT).sum())
-        first = int((np.cumsum(self.masses) <= _CUT).sum())
+        last = int((np.cumsum(parts[::-1])[::-1] > _CUT_MASS).sum())
+        first = int((np.cumsum(self.masses) <= _CUT_MASS).sum())
         masses = self.masses[first:last].copy()
-        up = max(0.0, -_LARGEST - logs[first])  # where float64 has no such values
-        moved = np.exp(log_masses[:first] + logs[:first] + up).sum() / math.exp(logs[first] + up)
-        masses[0] += moved
-        zero = self.zero + self.masses[last:].sum() + (self.masses[:first].sum() - moved)
+        up = max(0.0, -_MAX_LOG - logs[first])  # where float64 has no such values
+        mass = np.exp(log_masses[:first] + logs[:first] + up).sum() / math.exp(logs[first] + up)
+        masses[0] += mass
+        zero = self.zero + self.masses[last:].sum() + (self.masses[:first].sum() - mass)
         infinite = self.infinite + parts[last:].sum()
         low = self.low + first
         return replace(self, low=low, masses=masses, zero=float(zero), infinite=float(infinite))
@@ -170,8 +170,8 @@ def _sums(
     larger times 1 + e^(-d step); all d between the same two grid points are taken together.
     """
     step = larger.step
-    first = max(1 - equal, larger.low - smaller.low - len(smaller.masses) + 1)
-    gaps = np.arange(first, 1 if equal else larger.low + len(larger.masses) - smaller.low)
+    first_gap = max(1 - equal, larger.low - smaller.low - len(smaller.masses) + 1)
+    gaps = np.arange(first_gap, 1 if equal else larger.low + len(larger.masses) - smaller.low)
     if not len(gaps):
         return
     up = np.log1p(np.exp(-step * gaps)) / step
@@ -189,9 +189,9 @@ def _sums(
             sums[i - low + int(places[start]) + above :][: len(products)] += products
 
 
-def _one(mu: float, step: float) -> LikelihoodRatio:
+def _gaussian_ratio(mu: float, step: float) -> LikelihoodRatio:
     """The ratio of one Gaussian."""
-    n = math.ceil((_FAR * mu + mu * mu / 2) / step)
+    n = math.ceil((_CUT_STDS * mu + mu * mu / 2) / step)
     # under P, from 1 step on; under Q those of the opposite losses are the same
     losses, rest = pld.dots(lambda epsilon: pld.gaussian_delta(epsilon, mu), step, n)
     above = losses * np.exp(-step * np.arange(1, n + 1))
@@ -205,11 +205,11 @@ def _means(mu: float, counts: set[int]) -> dict[int, LikelihoodRatio]:
     levels = [counts]
     while max(levels[-1]) > 1:
         levels.append({part for n in levels[-1] for part in (n // 2, n - n // 2) if n > 1})
-    means = {1: _one(mu, mu / _STEPS_PER_STD)}
+    means = {1: _gaussian_ratio(mu, mu / _STEPS_PER_STD)}
     for level in reversed(levels[:-1]):
-        least = means[min(means)]
+        smallest_mean = means[min(means)]
         # the logarithm of a mean of two has about 0.7 of the std
-        parts = round(least.step * _STEPS_PER_STD / (0.7 * least.log_std()))
+        parts = round(smallest_mean.step * _STEPS_PER_STD / (0.7 * smallest_mean.log_std()))
         finer = {n: mean.finer(max(1, parts)) for n, mean in means.items()}
         means = {n: finer[n // 2] + finer[n - n // 2] if n > 1 else finer[1] for n in level}
     return means
@@ -220,13 +220,13 @@ def epoch(mu: float, rounds: int, participations: int) -> LikelihoodRatio | None
     """The ratio of the `rounds` of an epoch with so many `participations` of a client: a product
     over blocks whose sizes differ by 1 at most. None where it does not fit in float64.
     """
-    if not _LEAST <= mu <= _MOST:
+    if not _MIN_MU <= mu <= _MAX_MU:
         return None
     size, longer = divmod(rounds, participations)
     means = _means(mu, {size, size + 1} if longer else {size})
     product = means[size] ** (participations - longer)
     product = product * means[size + 1] ** longer if longer else product
-    return product if product.in_range else None
+    return product if product.is_representable else None
 
 
 def curves(mu: float, rounds: int, participations: int, share: float = 1.0) -> pld.CurvePair:
@@ -236,8 +236,8 @@ def curves(mu: float, rounds: int, participations: int, share: float = 1.0) -> p
     """
     ratio = epoch(mu, rounds, participations)
     if ratio is None:
-        known = mu * math.sqrt(participations)
-        return (lambda epsilon: pld.gaussian_delta(epsilon, known),) * 2
+        known_mu = mu * math.sqrt(participations)
+        return (lambda epsilon: pld.gaussian_delta(epsilon, known_mu),) * 2
     values = 1 - share + share * np.exp(ratio.logs)
     steps = np.diff(values)
     above = np.cumsum(ratio.masses[::-1])[::-1]
@@ -247,11 +247,11 @@ def curves(mu: float, rounds: int, participations: int, share: float = 1.0) -> p
     puts = np.cumsum([0.0, (values[0] - (1 - share)) * ratio.zero, *(steps * below[:-1])])
     points = np.append(1 - share, values)
 
-    def removed(epsilon: np.ndarray) -> np.ndarray:
+    def removal_curve(epsilon: np.ndarray) -> np.ndarray:
         return np.interp(np.exp(np.minimum(epsilon, 700.0)), values, calls)
 
-    def added(epsilon: np.ndarray) -> np.ndarray:
+    def addition_curve(epsilon: np.ndarray) -> np.ndarray:
         up = np.exp(np.minimum(epsilon, 700.0))
         return up * np.interp(1 / up, points, puts)
 
-    return removed, added
+    return removal_curve, addition_curve

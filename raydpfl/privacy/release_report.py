@@ -24,8 +24,8 @@ from numpy.typing import ArrayLike
 
 from raydpfl.errors import BudgetError
 from raydpfl.privacy import accounting
-from raydpfl.privacy.accountants import FORMULAS, named, resolved
-from raydpfl.privacy.accounting import NOISELESS, UNREACHED
+from raydpfl.privacy.accountants import FORMULAS, accountant_of, resolve_accountants
+from raydpfl.privacy.accounting import NOISELESS, UNREACHED_DELTA
 from raydpfl.privacy.group import together
 from raydpfl.privacy.guarantee import GROUP, SHARES, Guarantee, Observer, Scope, column
 from raydpfl.privacy.local_steps import LocalSteps, Participations, Release, client_list
@@ -57,52 +57,53 @@ class SumsReport:
 
         Args:
             draws: for every release its clients, int64, listed as often as drawn; the last of them
-                are those of the `rounds`. Read where the mechanism is `unproved`: rigorous epsilons
-                are then those against the first observer with a proof; None: a client may be in
-                every round.
+                are those of the `rounds`. Read where the mechanism has a `proof_gap`: rigorous
+                epsilons are then those against the first observer with a proof; None: a client
+                may be in every round.
             rounds: int64 [T], the number of releases composed after a round.
             surveys: int64 [T], how often all clients were asked until then; None: never.
         """
         curves = {name: np.full(len(rounds), np.inf) for name in self.accountants}
         surveys = np.zeros(len(rounds), int) if surveys is None else surveys
-        most = int(surveys.max(initial=0))
-        step = max(1, -(-most // _GROUPS))
-        asked = np.minimum(-(-surveys // step) * step, most)
-        released = (self.mechanism, rounds, self.terms)
-        proved = self._proved(draws, rounds) if self.mechanism.unproved else released
+        max_surveys = int(surveys.max(initial=0))
+        step = max(1, -(-max_surveys // _GROUPS))
+        survey_counts = np.minimum(-(-surveys // step) * step, max_surveys)
+        sums_view = (self.mechanism, rounds, self.terms)
+        proved_view = self._proved_view(draws, rounds) if self.mechanism.proof_gap else sums_view
         for name in self.accountants:
-            counted = proved if accounting.rigorous([name]) else released
-            if counted is None or accounting.covers(name, counted[0], counted[2].relation):
+            view = proved_view if accounting.rigorous([name]) else sums_view
+            if view is None or accounting.covers(name, view[0], view[2].relation):
                 continue
-            mechanism, counts, terms = counted
-            for times in np.unique(asked).tolist():
-                group = asked == times
-                curves[name][group] = _curve(mechanism.asking(times), name, counts[group], terms)
+            mechanism, counts, terms = view
+            for times in np.unique(survey_counts).tolist():
+                group = survey_counts == times
+                release = mechanism.with_surveys(times)
+                curves[name][group] = _curve(release, name, counts[group], terms)
         return curves
 
-    def _proved(
+    def _proved_view(
         self, draws: Sequence[ArrayLike] | None, rounds: np.ndarray
     ) -> tuple[Mechanism, np.ndarray, Terms] | None:
         """What the first observer with a proof sees: its mechanism, how many of its rounds are
         composed after a round, int64 [T], and its terms; None: there is none.
         """
-        most: list[int | None] = [None] * len(rounds)
+        max_draws: list[int | None] = [None] * len(rounds)
         if draws is not None:
             counts = Counter[int]()  # clients of all groups, where these take turns
             for t, clients in enumerate(draws, len(rounds) - len(draws)):
                 counts.update(np.asarray(clients, np.int64).tolist())
                 if t >= 0:
-                    most[t] = max(counts.values(), default=0)
-        composed = np.zeros(len(rounds), np.int64)
-        proved = None
-        for t, (count, times) in enumerate(zip(rounds.tolist(), most, strict=True)):
-            seen = views(self.mechanism, self.terms.relation, count, times)
-            view = next((view for view in seen if not view.mechanism.unproved), None)
+                    max_draws[t] = max(counts.values(), default=0)
+        totals = np.zeros(len(rounds), np.int64)
+        proved_view = None
+        for t, (count, times) in enumerate(zip(rounds.tolist(), max_draws, strict=True)):
+            observer_views = views(self.mechanism, self.terms.relation, count, times)
+            view = next((view for view in observer_views if not view.mechanism.proof_gap), None)
             if view is None:
                 return None
-            composed[t] = view.rounds
-            proved = view.mechanism, composed, replace(self.terms, relation=view.relation)
-        return proved
+            totals[t] = view.rounds
+            proved_view = (view.mechanism, totals, replace(self.terms, relation=view.relation))
+        return proved_view
 
     def guarantees(
         self, participations: Participations | None, rounds: int, surveys: int = 0
@@ -110,14 +111,14 @@ class SumsReport:
         """What holds after `rounds` releases and so many `surveys`, by every accountant and against
         every observer. `participations`: of clients, by id or int64 [N]; None: unknown.
         """
-        most = None
+        limit = None
         if isinstance(participations, Mapping):
-            most = max(participations.values(), default=0)
+            limit = max(participations.values(), default=0)
         elif participations is not None:
-            most = int(np.max(participations, initial=0))
+            limit = int(np.max(participations, initial=0))
         relation, delta, v = self.terms.relation, self.terms.delta, self.terms.v
-        mechanism = self.mechanism.asking(surveys)
-        return accounting.guarantees(mechanism, relation, delta, rounds, self.accountants, most, v)
+        mechanism = self.mechanism.with_surveys(surveys)
+        return accounting.guarantees(mechanism, relation, delta, rounds, self.accountants, limit, v)
 
     def warnings(self, participations: Participations) -> tuple[str, ...]:
         return ()
@@ -129,19 +130,19 @@ class SumsReport:
 def _curve(mechanism: Mechanism, accountant: str, rounds: np.ndarray, terms: Terms) -> np.ndarray:
     """Epsilon, float64 [k], after these numbers of rounds, int64 [k], never falling."""
     first = max(int(rounds[0]), 1)
-    most = max(int(rounds[-1]), 1)
+    last = max(int(rounds[-1]), 1)
     curve = accounting.epsilon_curve(
-        mechanism, terms.relation, terms.delta, most, accountant, v=terms.v, first=first
+        mechanism, terms.relation, terms.delta, last, accountant, v=terms.v, first=first
     )
     epsilons = curve[np.maximum(rounds, 1) - first]
-    asked = mechanism.survey is not None and mechanism.survey.times
-    return epsilons if asked else np.where(rounds, epsilons, 0.0)
+    has_surveys = mechanism.survey is not None and mechanism.survey.times
+    return epsilons if has_surveys else np.where(rounds, epsilons, 0.0)
 
 
 @lru_cache(maxsize=4096)
 def _event_curve(name: str, event: Event, delta: float, first: int, last: int) -> np.ndarray:
     """Epsilon after first, ..., last events: one for all trials of a search."""
-    curve = named(name).curve(event, delta, np.arange(first, last + 1))
+    curve = accountant_of(name).curve(event, delta, np.arange(first, last + 1))
     curve.flags.writeable = False
     return curve
 
@@ -153,7 +154,7 @@ class LocalStepsReport:
 
     def __init__(self, release: LocalSteps, accountants: Sequence[str]):
         self.release = release
-        self.names = resolved(accountants, release.unit)
+        self.names = resolve_accountants(accountants, release.unit)
         self._curves: dict[tuple, np.ndarray] = {}  # by kind of client
 
     def epsilons(self, name: str, participations: Participations, group: int = 1) -> np.ndarray:
@@ -162,24 +163,24 @@ class LocalStepsReport:
         took no part, infinite for one that took part without noise.
         """
         release = self.release
-        counts, exposed = self._exposed(participations)
-        epsilons = np.where(exposed & (release.stds == 0), math.inf, 0.0)
-        noisy = np.flatnonzero(exposed & (release.stds > 0))
+        counts, exposed_mask = self._exposure(participations)
+        epsilons = np.where(exposed_mask & (release.stds == 0), math.inf, 0.0)
+        noisy = np.flatnonzero(exposed_mask & (release.stds > 0))
         # float64, exact for these integers
         facts = (release.samples, release.batches, release.client_steps, release.stds, counts)
         kinds = np.stack([values[noisy] for values in facts], 1)
-        _, first, member = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
-        samples, batch, steps, stds, times = (values[noisy[first]] for values in facts)
+        _, first_index, member = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
+        samples, batch, steps, stds, times = (values[noisy[first_index]] for values in facts)
         if name in FORMULAS:
             client = {"bound": release.bound, "batch": batch, "samples": samples, "steps": steps}
-            of_kinds = FORMULAS[name].claims(stds, release.delta, times, **client)
+            kind_epsilons = FORMULAS[name].claims(stds, release.delta, times, **client)
         else:
-            pairs = zip(noisy[first].tolist(), times.tolist(), strict=True)
-            of_kinds = np.array([self._curve(name, k, n, n, group)[0] for k, n in pairs])
-        epsilons[noisy] = of_kinds[member.reshape(-1)]
+            pairs = zip(noisy[first_index].tolist(), times.tolist(), strict=True)
+            kind_epsilons = np.array([self._curve(name, k, n, n, group)[0] for k, n in pairs])
+        epsilons[noisy] = kind_epsilons[member.reshape(-1)]
         return epsilons
 
-    def _exposed(self, participations: Participations) -> tuple[np.ndarray, np.ndarray]:
+    def _exposure(self, participations: Participations) -> tuple[np.ndarray, np.ndarray]:
         """How often clients took part, int64 [N], and whether any of their samples did."""
         counts = self.release.counts(participations)
         return counts, (counts > 0) & (self.release.samples > 0)
@@ -223,7 +224,7 @@ class LocalStepsReport:
         """The largest epsilon of any client after every release (clients, how often each), which
         `finals` int64 [N] sums up: float64 [releases].
         """
-        most = np.where(self._covered(name), self.epsilons(name, finals), 0.0)
+        max_epsilons = np.where(self._covered_mask(name), self.epsilons(name, finals), 0.0)
         counts = np.zeros_like(finals)
         worst = 0.0
         curve = np.zeros(len(releases))
@@ -231,14 +232,14 @@ class LocalStepsReport:
             counts[clients] += times
             # First those with nothing to come, whose epsilons need no curve; nor does a client that
             # cannot exceed the worst.
-            order = np.lexsort((-most[clients], finals[clients] - counts[clients]))
+            order = np.lexsort((-max_epsilons[clients], finals[clients] - counts[clients]))
             for k in clients[order].tolist():
-                if most[k] <= worst:
+                if max_epsilons[k] <= worst:
                     continue
-                now = most[k]
-                if counts[k] < finals[k] and math.isfinite(now):
-                    now = min(self._curve(name, k, 1, int(finals[k]))[int(counts[k]) - 1], now)
-                worst = max(worst, float(now))
+                cost = max_epsilons[k]
+                if counts[k] < finals[k] and math.isfinite(cost):
+                    cost = min(self._curve(name, k, 1, int(finals[k]))[int(counts[k]) - 1], cost)
+                worst = max(worst, float(cost))
             curve[t] = worst
         return curve
 
@@ -250,65 +251,65 @@ class LocalStepsReport:
         exclusions; if only they take part, epsilon is infinite.
         """
         assert participations is not None
-        counts, exposed = self._exposed(participations)
-        clients = np.flatnonzero(exposed)
+        counts, exposed_mask = self._exposure(participations)
+        clients = np.flatnonzero(exposed_mask)
         claims = [self._guarantee(name, counts, clients) for name in self.names]
-        return claims + self.of_persons(participations)
+        return claims + self.person_guarantees(participations)
 
-    def of_persons(
+    def person_guarantees(
         self, participations: Participations, group: int | None = None
     ) -> list[Guarantee]:
         """What holds for `group` samples of one client together; None: all samples of any."""
-        counts, exposed = self._exposed(participations)
+        counts, mask = self._exposure(participations)
         names = [name for name in self.names if name not in FORMULAS]
         if group is not None:  # others know nothing of groups in a batch
-            names = [name for name in names if self._by_group(name, group)]
+            names = [name for name in names if self._covers_group(name, group)]
         group = self.release.largest if group is None else group
-        return [self._guarantee(name, counts, np.flatnonzero(exposed), group) for name in names]
+        return [self._guarantee(name, counts, np.flatnonzero(mask), group) for name in names]
 
     def _guarantee(
         self, name: str, counts: np.ndarray, clients: np.ndarray, group: int = 0
     ) -> Guarantee:
         """For the worst of the clients that it covers: for a sample, or for a person's `group`."""
         release = self.release
-        covered = clients[self._covered(name)[clients]]
+        covered_clients = clients[self._covered_mask(name)[clients]]
         public = int(release.public[clients].sum())
-        unfit = self._unfit_words() if len(clients) - len(covered) > public else ()
+        unfit = self._unfit_words() if len(clients) - len(covered_clients) > public else ()
         epsilon = 0.0
         delta = release.delta
-        failed: tuple[str, ...] = ()
+        failures: tuple[str, ...] = ()
         curve = None
         scope = Scope("public clients alone took part" if len(clients) else "no client took part")
-        if len(covered):
-            spent = self.epsilons(name, counts, max(group, 1))[covered]
-            worst = int(covered[np.argmax(spent)])
-            epsilon = float(spent.max())
-            scope = scope_of(release, worst, int(counts[worst]), spent, group)
+        if len(covered_clients):
+            epsilons = self.epsilons(name, counts, max(group, 1))[covered_clients]
+            worst = int(covered_clients[np.argmax(epsilons)])
+            epsilon = float(epsilons.max())
+            scope = scope_of(release, worst, int(counts[worst]), epsilons, group)
             # hidden batches of fixed size have curves of groups
             if release.sampling == "epochs" and 0 < group < release.samples[worst]:
-                scope = scope.marked(GROUP)
-            delta, failed = self._conditions(name, worst, int(counts[worst]), epsilon)
+                scope = scope.add_words(GROUP)
+            delta, failures = self._conditions(name, worst, int(counts[worst]), epsilon)
             if name not in FORMULAS and release.stds[worst]:
                 event = release.event(worst, max(group, 1))
-                curve = partial(named(name).tradeoff_of, event, int(counts[worst]))
+                curve = partial(accountant_of(name).tradeoff_of, event, int(counts[worst]))
         elif len(clients):
             epsilon = math.inf
-            failed = (NOISELESS,)
+            failures = (NOISELESS,)
         formula = FORMULAS.get(name)
         return Guarantee(
             "paper" if formula else "rigorous", name, "person" if group else release.unit,
             formula.relation if formula else "replace_one", Observer.UPDATES, scope, epsilon, delta,
-            (*release.exclusions, *unfit, *_public_words(public)), failed, curve=curve,
+            (*release.exclusions, *unfit, *_public_words(public)), failures, curve=curve,
         )  # fmt: skip
 
-    def _by_group(self, name: str, group: int) -> bool:
+    def _covers_group(self, name: str, group: int) -> bool:
         """Whether an accountant covers any `group` samples of every client together."""
         release = self.release
-        hidden = np.flatnonzero(release.amplified & (release.samples > group))
-        schemes = (together(release.batch_sampling(k), group)[0].scheme for k in hidden[:1])
-        return all(scheme.gives(named(name).needs) for scheme in schemes)
+        hidden_clients = np.flatnonzero(release.amplified & (release.samples > group))
+        schemes = (together(release.batch_sampling(k), group)[0].scheme for k in hidden_clients[:1])
+        return all(scheme.gives(accountant_of(name).needs) for scheme in schemes)
 
-    def _covered(self, name: str) -> np.ndarray:
+    def _covered_mask(self, name: str) -> np.ndarray:
         """Bool [N]: clients not public, with noise of the formula where it calibrates any."""
         release = self.release
         private = ~release.public
@@ -328,10 +329,10 @@ class LocalStepsReport:
         if std == 0:
             return release.delta, (NOISELESS,)
         if name not in FORMULAS:
-            return release.delta, (UNREACHED.format(name),) * math.isinf(epsilon)
+            return release.delta, (UNREACHED_DELTA.format(name),) * math.isinf(epsilon)
         arguments = release.formula_arguments(k, count)
-        delta, failed = FORMULAS[name].conditions(epsilon, std, release.delta, **arguments)
-        return delta, failed + release.unmet_conditions()
+        delta, failures = FORMULAS[name].conditions(epsilon, std, release.delta, **arguments)
+        return delta, failures + release.unmet_conditions()
 
     def client_table(self, participations: Participations) -> list[dict[str, Any]]:
         """A row for a client that took part: sizes, participations, steps, noise (`noise_std` on
@@ -340,7 +341,7 @@ class LocalStepsReport:
         """
         release = self.release
         counts = release.counts(participations)
-        spent = {name: self.epsilons(name, counts) for name in self.names}
+        epsilons_by_name = {name: self.epsilons(name, counts) for name in self.names}
         rows = []
         for k in np.flatnonzero(counts).tolist():
             row: dict[str, Any] = {
@@ -354,15 +355,15 @@ class LocalStepsReport:
                 "calibrated_by": self._calibrated_by(k),
                 "epsilon_claimed": None if release.claims is None else float(release.claims[k]),
             }
-            failed = []
+            failures = []
             for name in self.names:
-                epsilon = float(spent[name][k])
+                epsilon = float(epsilons_by_name[name][k])
                 row[column(name)] = epsilon
                 delta, reasons = self._conditions(name, k, int(counts[k]), epsilon)
-                failed += [f"{name}: {reason}" for reason in reasons]
-                if name in FORMULAS and FORMULAS[name].own_delta():
+                failures += [f"{name}: {reason}" for reason in reasons]
+                if name in FORMULAS and FORMULAS[name].has_own_delta():
                     row[column(name).replace("epsilon", "delta", 1)] = delta
-            rows.append(row | {"conditions_failed": failed})
+            rows.append(row | {"conditions_failed": failures})
         return rows
 
     def check_claims(self, participations: Participations) -> None:
@@ -371,32 +372,32 @@ class LocalStepsReport:
         if claims is None:
             return
         truth = self.epsilons("pld", participations)
-        broken = np.flatnonzero(truth > claims * (1 + _MARGIN))
-        if not len(broken):
+        victims = np.flatnonzero(truth > claims * (1 + _MARGIN))
+        if not len(victims):
             return
-        worst = broken[np.argsort(claims[broken] / truth[broken], kind="stable")][:5].tolist()
+        worst = victims[np.argsort(claims[victims] / truth[victims], kind="stable")][:5].tolist()
         clients = ", ".join(
             f"client {k} (claimed epsilon {claims[k]:.4g}, true {truth[k]:.4g})" for k in worst
         )
-        more = f" and {len(broken) - 5} more" if len(broken) > 5 else ""
+        rest_text = f" and {len(victims) - 5} more" if len(victims) > 5 else ""
         calibration = self.release.calibration
         rigorous = calibration is not None and calibration.method == "rigorous"
         raise BudgetError(
-            f"the noise of {'this run' if rigorous else self._formula} protects {len(broken)} of "
-            f"{int((truth > 0).sum())} clients less than it claims: {clients}{more}"
+            f"the noise of {'this run' if rigorous else self._formula} protects {len(victims)} of "
+            f"{int((truth > 0).sum())} clients less than it claims: {clients}{rest_text}"
         )
 
     def warnings(self, participations: Participations) -> tuple[str, ...]:
         """Deltas that would allow publishing, noise not of the formula, and public clients."""
         release = self.release
-        exposed = release.counts(participations) > 0
-        public = int((exposed & release.public).sum())
+        exposed_mask = release.counts(participations) > 0
+        public = int((exposed_mask & release.public).sum())
         words = (*self._unfit_words(), *_public_words(public))
-        lax = np.flatnonzero(exposed & (release.delta * release.samples > 1)).tolist()
-        if not lax:
+        ids = np.flatnonzero(exposed_mask & (release.delta * release.samples > 1)).tolist()
+        if not ids:
             return words
-        above = f"delta {release.delta:g} is above 1/n for {len(lax)} clients ({client_list(lax)}):"
-        return (f"{above} it would allow a sample to be published outright", *words)
+        text = f"delta {release.delta:g} is above 1/n for {len(ids)} clients ({client_list(ids)}):"
+        return (f"{text} it would allow a sample to be published outright", *words)
 
     @property
     def _formula(self) -> str:
@@ -437,18 +438,18 @@ def row_quantiles(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def _quantiles(values: Sequence[float]) -> list[float]:
-    ordered = sorted(values)
-    places = [max(math.ceil(share * len(ordered)) - 1, 0) for share in SHARES]
-    return [ordered[place] for place in places] if ordered else []
+    sorted_values = sorted(values)
+    places = [max(math.ceil(share * len(sorted_values)) - 1, 0) for share in SHARES]
+    return [sorted_values[place] for place in places] if sorted_values else []
 
 
 def scope_of(
-    release: LocalSteps, k: int, count: int, spent: Sequence[float] = (), group: int = 0
+    release: LocalSteps, k: int, count: int, epsilons: Sequence[float] = (), group: int = 0
 ) -> Scope:
-    """What a guarantee of client k relies on after `count` participations. `spent`: the epsilons of
-    all clients that took part, if known; `group`: the samples of a person, 0: of any one.
+    """What a guarantee of client k relies on after `count` participations. `epsilons`: the epsilons
+    of all clients that took part, if known; `group`: the samples of a person, 0: of any one.
     """
-    scope = Scope.of_batches(release.batch_sampling(k))
+    scope = Scope.from_batches(release.batch_sampling(k))
     batch, samples = int(release.batches[k]), int(release.samples[k])
     whole = group >= samples > 1  # every batch is hers, whichever samples it has
     words = f"batches: {batch} of {samples}" if whole else scope.words
@@ -461,12 +462,12 @@ def scope_of(
     words += f"; client {k}, {steps} steps in {count} participations"
     if release.side_query:
         words += f", the {release.side_query.name} released at each"
-    if len(spent) > 1:
-        values = ", ".join(f"{value:.4g}" for value in _quantiles(spent))
-        words += f", the worst of {len(spent)} whose epsilons have quartiles {values}"
+    if len(epsilons) > 1:
+        values = ", ".join(f"{value:.4g}" for value in _quantiles(epsilons))
+        words += f", the worst of {len(epsilons)} whose epsilons have quartiles {values}"
     if group:
-        owned = f"{group} of its {samples}" if group < samples else f"all its {samples}"
-        words += f"; a person has {owned} samples"
+        person_samples = f"{group} of its {samples}" if group < samples else f"all its {samples}"
+        words += f"; a person has {person_samples} samples"
     return Scope(words, knows, client=k)
 
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import rdp
-from raydpfl.privacy.search import halved, safe_end
+from raydpfl.privacy.search import bisect_brackets, safe_end
 from raydpfl.privacy.types import one_of
 
 Kind = Literal["geometric", "poisson", "logarithmic", "negative_binomial"]
@@ -71,7 +71,7 @@ class Repetition:
         if self.eta == 1 or self.mean == 1:
             return 1 / self.mean
         low, high = np.array(1e-12), np.array(1 - 1e-12)
-        return float(halved(unsafe, low, high, times=100))
+        return float(bisect_brackets(unsafe, low, high, times=100))
 
     def draw(self, generator: np.random.Generator) -> int:
         """How many runs there are."""
@@ -81,10 +81,10 @@ class Repetition:
             return 1
         if self.eta == 0:
             return int(generator.logseries(1 - self.gamma))
-        drawn = 0
-        while not drawn:
-            drawn = int(generator.negative_binomial(self.eta, self.gamma))
-        return drawn
+        run_count = 0
+        while not run_count:
+            run_count = int(generator.negative_binomial(self.eta, self.gamma))
+        return run_count
 
     def renyi(self, one_run: np.ndarray) -> np.ndarray:
         """Renyi divergences of the whole search at `rdp.ORDERS`, float64 [orders], by [2]."""

@@ -2,13 +2,14 @@
 
 >>> safe_end(lambda x: 2.0 - x * x, 0.0, 2.0, xtol=1e-9) ** 2 >= 2.0
 True
->>> halved(lambda x: x * x < np.array([2.0, 3.0, 9.0]), np.zeros(3), np.full(3, 4.0), times=50)
+>>> squares = np.array([2.0, 3.0, 9.0])
+>>> bisect_brackets(lambda x: x * x < squares, np.zeros(3), np.full(3, 4.0), times=50)
 array([1.41421356, 1.73205081, 3.        ])
->>> last(lambda n: n * n <= 150, most=100)
+>>> last(lambda n: n * n <= 150, limit=100)
 12
 
-Noise depends on `halved`, `narrowed` and `near_guess`, which must not change by a bit: the key of a
-run's noise is a digest of its std. The latter two are for costly functions.
+Noise depends on `bisect_brackets`, `narrow_bracket` and `near_guess`, which must not change by a
+bit: the key of a run's noise is a digest of its std. The latter two are for costly functions.
 """
 
 from bisect import bisect_left
@@ -16,14 +17,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-_TINY = float(np.finfo(np.float64).tiny)
-_LEAST = 4 * float(np.finfo(np.float64).eps)  # the relative tolerance below which scipy will not go
+_MIN_FLOAT = float(np.finfo(np.float64).tiny)
+_MIN_RTOL = 4 * float(np.finfo(np.float64).eps)  # the least relative tolerance of scipy
 _TURNS = 200  # after which a search gives up
 Point = tuple[float, float]  # (x, excess)
 
 
 def safe_end(
-    excess: Callable[[float], float], low: float, high: float, xtol: float, rtol: float = _LEAST
+    excess: Callable[[float], float], low: float, high: float, xtol: float, rtol: float = _MIN_RTOL
 ) -> float:
     """A safe point next to the root of `excess`, which is at most 0 where x is safe and changes
     sign once from `low` to `high`: less than xtol + rtol |x| from the root. Raises `ValueError` if
@@ -31,22 +32,22 @@ def safe_end(
     """
     from scipy.optimize import brentq
 
-    seen: dict[float, float] = {}
+    evaluations: dict[float, float] = {}
 
     def once(x: float) -> float:
-        if x not in seen:
-            seen[x] = excess(x) or -_TINY  # 0 is safe, and no reason to stop
-        return seen[x]
+        if x not in evaluations:
+            evaluations[x] = excess(x) or -_MIN_FLOAT  # 0 is safe, and no reason to stop
+        return evaluations[x]
 
-    rising = once(low) <= 0
-    if rising == (once(high) <= 0):
+    is_rising = once(low) <= 0
+    if is_rising == (once(high) <= 0):
         raise ValueError(f"no root between {low} and {high}")
-    brentq(once, low, high, xtol=max(xtol, _TINY), rtol=rtol)
-    safe = [x for x, value in seen.items() if value <= 0]
-    return max(safe) if rising else min(safe)
+    brentq(once, low, high, xtol=max(xtol, _MIN_FLOAT), rtol=rtol)
+    safe = [x for x, value in evaluations.items() if value <= 0]
+    return max(safe) if is_rising else min(safe)
 
 
-def halved(
+def bisect_brackets(
     unsafe: Callable[[np.ndarray], np.ndarray], low: np.ndarray, high: np.ndarray, times: int
 ) -> np.ndarray:
     """Bisection of many brackets at once, from `low`, the unsafe ends, to `high`, the safe ones,
@@ -60,7 +61,7 @@ def halved(
     return high
 
 
-def narrowed(excess: Callable[[float], float], low: Point, high: Point, xtol: float) -> float:
+def narrow_bracket(excess: Callable[[float], float], low: Point, high: Point, xtol: float) -> float:
     """The safe end of a bracket, at most `xtol` wide, of the root of a falling function, from
     (x, excess) at the unsafe end `low` and the safe end `high`.
     """
@@ -111,14 +112,14 @@ def near_guess(
     return None
 
 
-def last(fits: Callable[[int], bool], most: int) -> int:
-    """The largest n from 1 to `most` that fits, as all smaller ones do; 0 if 1 does not. Small
+def last(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest n from 1 to `limit` that fits, as all smaller ones do; 0 if 1 does not. Small
     numbers, which cost less, are tried first.
     """
     low = 0
     high = 1
-    while high <= most and fits(high):
+    while high <= limit and fits(high):
         low = high
         high = 2 * high
-    rest = range(low + 1, min(high, most + 1))
+    rest = range(low + 1, min(high, limit + 1))
     return low + bisect_left(rest, True, key=lambda n: not fits(n))

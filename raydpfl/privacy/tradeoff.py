@@ -32,13 +32,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from raydpfl.privacy.pld import gaussian_delta
-from raydpfl.privacy.search import halved
+from raydpfl.privacy.search import bisect_brackets
 
 Null = Literal["either", "absent", "present"]
 LOW_RATE = 1e-3  # the false-positive rate at which reports state an attack's power
 LEAST_RATE = 1e-10  # of errors, from which on a Gaussian is compared with f
 _POINTS = 600  # at which a profile is sampled
-_TOGETHER = 1 << 22  # numbers of a table that is held at once
+_TABLE_SIZE = 1 << 22  # numbers of a table that is held at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,22 +59,22 @@ class TradeOff:
         return cls(epsilons, deltas[None], mu)
 
     @classmethod
-    def of_directions(cls, step: float, tails: Sequence[np.ndarray]) -> TradeOff:
+    def from_directions(cls, step: float, tails: Sequence[np.ndarray]) -> TradeOff:
         """That of deltas at 0, `step`, 2 `step`, ..., by direction; the last holds beyond it."""
         longest = max(map(len, tails))
         deltas = np.stack([np.pad(tail, (0, longest - len(tail)), mode="edge") for tail in tails])
         return cls(step * np.arange(longest), np.minimum(deltas, 1.0))
 
     @classmethod
-    def sampled(cls, delta: Callable[[float], float]) -> TradeOff:
+    def from_delta(cls, delta: Callable[[float], float]) -> TradeOff:
         """That of any upper bound on delta of both directions, at epsilons from 0 until it is below
         1e-12, or 1e-6 above what it falls to.
         """
-        reach, least = 1.0, delta(1e4)
-        while delta(reach) > max(1e-12, least * (1 + 1e-6)) and reach < 1e4:
+        reach, delta_floor = 1.0, delta(1e4)
+        while delta(reach) > max(1e-12, delta_floor * (1 + 1e-6)) and reach < 1e4:
             reach *= 1.5
         epsilons = np.append(0.0, np.geomspace(1e-4, 1.0, _POINTS) * reach)
-        return cls(epsilons, np.array([[min(1.0, delta(float(each))) for each in epsilons]]))
+        return cls(epsilons, np.array([[min(1.0, delta(float(epsilon))) for epsilon in epsilons]]))
 
     @property
     def profile(self) -> np.ndarray:
@@ -85,14 +85,17 @@ class TradeOff:
         """delta at `epsilons` >= 0, float64 [...]: between those known on the chord, linear in
         e^epsilon, which is never below it, as delta is convex in e^epsilon.
         """
-        at = np.asarray(epsilons, float)
+        points = np.asarray(epsilons, float)
         if self.mu is not None:
-            return gaussian_delta(at, self.mu) if self.mu else np.zeros_like(at)
-        place = np.clip(np.searchsorted(self.epsilons, at, side="right"), 1, len(self.epsilons) - 1)
+            return gaussian_delta(points, self.mu) if self.mu else np.zeros_like(points)
+        last = len(self.epsilons) - 1
+        place = np.clip(np.searchsorted(self.epsilons, points, side="right"), 1, last)
         low, high = self.epsilons[place - 1], self.epsilons[place]
-        share = np.exp(np.minimum(at - high, 0)) * -np.expm1(low - at) / -np.expm1(low - high)
+        share = (
+            np.exp(np.minimum(points - high, 0)) * -np.expm1(low - points) / -np.expm1(low - high)
+        )
         below, above = self.profile[place - 1], self.profile[place]
-        return np.where(at >= high, above, below + share * (above - below))
+        return np.where(points >= high, above, below + share * (above - below))
 
     def false_negatives(self, false_positives: ArrayLike, null: Null = "either") -> np.ndarray:
         """f, float64 [...]: no attack has a lower false-negative rate at these `false_positives`
@@ -109,14 +112,14 @@ class TradeOff:
         present, absent = self.deltas[0], self.deltas[-1]
         if null == "either":
             present = absent = self.profile
-        rising, falling = (absent, present) if null == "present" else (present, absent)
-        grows = np.exp(np.minimum(self.epsilons, 700.0))
+        rise, fall = (absent, present) if null == "present" else (present, absent)
+        growth = np.exp(np.minimum(self.epsilons, 700.0))
         flat = rates.ravel()
         best = np.zeros_like(flat)
-        for first in range(0, len(flat), size := max(1, _TOGETHER // len(grows))):
-            some = flat[first : first + size, None]
-            lines = np.maximum(1 - rising - grows * some, (1 - falling - some) / grows)
-            best[first : first + size] = lines.max(axis=1).clip(min=0.0)
+        for start in range(0, len(flat), size := max(1, _TABLE_SIZE // len(growth))):
+            chunk = flat[start : start + size, None]
+            lines = np.maximum(1 - rise - growth * chunk, (1 - fall - chunk) / growth)
+            best[start : start + size] = lines.max(axis=1).clip(min=0.0)
         return best.reshape(rates.shape)
 
     def true_positives(self, false_positives: ArrayLike) -> np.ndarray:
@@ -135,9 +138,9 @@ class TradeOff:
         if self.mu is not None:
             return self.mu, 0.0
         false_positives, false_negatives = self._corners
-        kept = (false_positives >= LEAST_RATE) & (false_negatives >= LEAST_RATE)
-        first = np.append(false_positives[kept], LEAST_RATE)
-        second = np.append(false_negatives[kept], self.false_negatives(LEAST_RATE))
+        corner_mask = (false_positives >= LEAST_RATE) & (false_negatives >= LEAST_RATE)
+        first = np.append(false_positives[corner_mask], LEAST_RATE)
+        second = np.append(false_negatives[corner_mask], self.false_negatives(LEAST_RATE))
         mu = max(0.0, float((-ndtri(first) - ndtri(second)).max()))
         if math.isinf(mu):
             return mu, 1.0
@@ -151,7 +154,7 @@ class TradeOff:
         def above(regret: np.ndarray) -> np.ndarray:
             return np.interp(rates + regret, *corners) - regret > gaussian
 
-        return mu, float(halved(above, 0 * rates, np.ones_like(rates), times=40).max())
+        return mu, float(bisect_brackets(above, 0 * rates, np.ones_like(rates), times=40).max())
 
     @cached_property
     def _corners(self) -> tuple[np.ndarray, np.ndarray]:

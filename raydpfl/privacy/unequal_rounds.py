@@ -27,7 +27,7 @@ from raydpfl.privacy.pld import CurvePair, LossDistribution
 LEVELS = 128
 _ORDERS = 24  # of Chernoff bounds on a window
 _BLOCK = 1 << 22  # rounds times frequencies that are in memory at once
-_NOTHING = 1e-40  # of a transform, in modulus
+_NEGLIGIBLE_MODULUS = 1e-40  # of a transform, in modulus
 _LEAST_MODULUS = 1e-16  # of a transform, below which it is rounding
 
 
@@ -46,27 +46,27 @@ class Rounds:
         curves: Callable[[float], Sequence[CurvePair]],
         mus: np.ndarray,
         convex: bool,
-        once: float = 0.0,
+        once_mu: float = 0.0,
     ):
         self._mus = np.asarray(mus, float)
-        levels, weights = in_levels(self._mus, convex, LEVELS)
+        levels, weights = mu_levels(self._mus, convex, LEVELS)
         self.levels = len(levels)
-        self._weights = np.pad(weights, ((0, 0), (0, int(once > 0))))
+        self._weights = np.pad(weights, ((0, 0), (0, int(once_mu > 0))))
         pairs = [curves(mu) for mu in levels.tolist()]
         self.directions = len(pairs[0])
         # about the std of the loss at each level, from those at five of them
-        some = np.unique(np.linspace(0, len(levels) - 1, 5).astype(int))
-        known = [pld.discretise(*pairs[place][0]).std() for place in some]
-        stds = np.exp(np.interp(np.log(levels), np.log(levels[some]), np.log(known)))
-        self._variance = weights.sum(axis=0) @ stds**2 + once**2
+        sample_index = np.unique(np.linspace(0, len(levels) - 1, 5).astype(int))
+        sample_stds = [pld.discretise(*pairs[place][0]).std() for place in sample_index]
+        stds = np.exp(np.interp(np.log(levels), np.log(levels[sample_index]), np.log(sample_stds)))
+        self._variance = weights.sum(axis=0) @ stds**2 + once_mu**2
         # a loss reaches less than in proportion to mu; what is beyond counts as infinite
         furthest = int(levels.argmax())
         reaches = levels / levels[furthest] * _reach(pairs[furthest])
-        if once:
-            gaussian: CurvePair = (lambda epsilon: pld.gaussian_delta(epsilon, once),) * 2
+        if once_mu:
+            gaussian: CurvePair = (lambda epsilon: pld.gaussian_delta(epsilon, once_mu),) * 2
             pairs.append((gaussian,) * self.directions)
             reaches = np.append(reaches, _reach(pairs[-1]))
-        step = math.sqrt(self._variance / (len(mus) + (once > 0))) / pld._STEPS_PER_STD
+        step = math.sqrt(self._variance / (len(mus) + (once_mu > 0))) / pld._STEPS_PER_STD
         self.step = max(step, reaches.max() / pld._MOST_POINTS)
         sizes = np.maximum(np.ceil(reaches / self.step), 1).astype(int).tolist()
         self._half = half = max(sizes)
@@ -101,31 +101,31 @@ class Rounds:
         size = next_fast_len(int(longest), real=True)
         # entry k stands for the loss k * step, modulo the size
         transforms = np.empty((len(masses), size // 2 + 1), complex)
-        centred = np.zeros(size)
+        centred_masses = np.zeros(size)
         for row, transform in zip(masses, transforms, strict=True):
-            centred[: self._half + 1] = row[self._half :]
-            centred[size - self._half :] = row[: self._half]
-            transform[:] = rfft(centred)
+            centred_masses[: self._half + 1] = row[self._half :]
+            centred_masses[size - self._half :] = row[: self._half]
+            transform[:] = rfft(centred_masses)
         # the frequencies at which anything is left of the first rounds, rounding included
         largest = np.abs(transforms[: self.levels]).max(axis=0)
-        kept = np.maximum(largest, _LEAST_MODULUS) ** first > _NOTHING
-        dropped = _NOTHING * len(kept)
-        transforms = transforms[:, kept]
-        power, others = np.ones(transforms.shape[1], complex), np.zeros(transforms.shape[1])
+        kept_mask = np.maximum(largest, _LEAST_MODULUS) ** first > _NEGLIGIBLE_MODULUS
+        residue = _NEGLIGIBLE_MODULUS * len(kept_mask)
+        transforms = transforms[:, kept_mask]
+        power, cofactors = np.ones(transforms.shape[1], complex), np.zeros(transforms.shape[1])
         finite = 1.0
 
         def release(rows: np.ndarray, counts: np.ndarray) -> None:
-            nonlocal power, others, finite
-            some = np.flatnonzero(rows.any(axis=0))
-            each = (rows[:, some] @ transforms[some].view(float)).view(complex)
-            moduli = np.clip(np.abs(each), _LEAST_MODULUS, 1.0)
+            nonlocal power, cofactors, finite
+            used_levels = np.flatnonzero(rows.any(axis=0))
+            spectra = (rows[:, used_levels] @ transforms[used_levels].view(float)).view(complex)
+            moduli = np.clip(np.abs(spectra), _LEAST_MODULUS, 1.0)
             # the sum over losses of the product of the moduli of all others
-            less = (counts[:, None] / moduli).sum(axis=0)
-            many = counts > 1
-            for transform in (each, moduli):
-                transform[many] **= counts[many, None]
-            others = (others + np.minimum(np.abs(power), 1.0) * less) * moduli.prod(axis=0)
-            power = power * each.prod(axis=0)
+            ratios = (counts[:, None] / moduli).sum(axis=0)
+            repeat_mask = counts > 1
+            for transform in (spectra, moduli):
+                transform[repeat_mask] **= counts[repeat_mask, None]
+            cofactors = (cofactors + np.minimum(np.abs(power), 1.0) * ratios) * moduli.prod(axis=0)
+            power = power * spectra.prod(axis=0)
             finite *= np.prod((rows @ self._finite[direction]) ** counts)
 
         if len(masses) > self.levels:
@@ -136,12 +136,12 @@ class Rounds:
             release(self._weights[place[start : start + block]], counts[start : start + block])
         for weights, top in zip(self._weights[first - 1 :], upper.tolist(), strict=True):
             release(weights[None], np.ones(1))
-            spectrum = np.zeros(len(kept), complex)
-            spectrum[kept] = power
-            composed = irfft(spectrum, size)
-            loss = LossDistribution(self.step, composed, 0.0)
-            off = pld._WINDOW + pld._rounding(2 * others, 0) + dropped + (1.0 - finite)
-            yield loss._finite(composed[: top + 1], top, top) + off
+            spectrum = np.zeros(len(kept_mask), complex)
+            spectrum[kept_mask] = power
+            composed_masses = irfft(spectrum, size)
+            loss = LossDistribution(self.step, composed_masses, 0.0)
+            error = pld._WINDOW + pld._rounding_error(2 * cofactors, 0) + residue + (1.0 - finite)
+            yield loss._finite_deltas(composed_masses[: top + 1], top, top) + error
 
     def _window(self, masses: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
         """The grid indices that the sums are above, or below, with probability at most 1e-15, after
@@ -151,35 +151,35 @@ class Rounds:
         rounds = len(self._weights)
         best = self.step * math.sqrt(2 * surprise / self._variance)  # if the sum were Gaussian
         largest = (np.arange(first, rounds + 1) + (len(masses) - self.levels)) * self._half
-        early = math.sqrt(rounds / first)
-        least, most = min(0.3 * best, 1 / self._half), max(3 * best * early, 100 / self._half)
+        growth = math.sqrt(rounds / first)
+        low, high = (min(0.3 * best, 1 / self._half), max(3 * best * growth, 100 / self._half))
         # no e^(order index) overflows
-        orders = np.geomspace(least, min(most, 600 / self._half), _ORDERS)
+        orders = np.geomspace(low, min(high, 600 / self._half), _ORDERS)
         index = np.arange(-self._half, self._half + 1)
         ends = []
         for sign in (1, -1):
 
             def bound(i: int, sign: int = sign) -> np.ndarray:
                 means = masses @ np.exp(sign * orders[i] * index)
-                spent = np.log(self._weights[:, : self.levels] @ means[: self.levels]).cumsum()
-                once = np.log(means[self.levels :]).sum()
-                return (spent[first - 1 :] + once + surprise) / orders[i]
+                logs = np.log(self._weights[:, : self.levels] @ means[: self.levels]).cumsum()
+                once_moment = np.log(means[self.levels :]).sum()
+                return (logs[first - 1 :] + once_moment + surprise) / orders[i]
 
-            ends.append(np.ceil(np.minimum(pld.least_bound(bound, _ORDERS), largest)).astype(int))
+            ends.append(np.ceil(np.minimum(pld.min_bound(bound, _ORDERS), largest)).astype(int))
         return np.maximum(ends[0], 1), np.minimum(-ends[1], 0)
 
 
-def in_levels(mus: np.ndarray, convex: bool, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """mu at each of at most `most` levels, float64 [k], and the probability of each level in each
-    round, float64 [T, k]. `mus` and `convex` are as those of `Rounds`.
+def mu_levels(mus: np.ndarray, convex: bool, max_levels: int) -> tuple[np.ndarray, np.ndarray]:
+    """mu at each of at most `max_levels` levels, float64 [k], and the probability of each level in
+    each round, float64 [T, k]. `mus` and `convex` are as those of `Rounds`.
     """
     distinct, place = np.unique(mus, return_inverse=True)
-    if len(distinct) <= most:
+    if len(distinct) <= max_levels:
         return distinct, np.eye(len(distinct))[place.reshape(-1)]
-    levels = np.geomspace(distinct[0], distinct[-1], most)
+    levels = np.geomspace(distinct[0], distinct[-1], max_levels)
     levels[[0, -1]] = distinct[[0, -1]]
-    above = np.clip(np.searchsorted(levels, mus), 1, most - 1)  # the level of less noise
-    weights = np.zeros((len(mus), most))
+    above = np.clip(np.searchsorted(levels, mus), 1, max_levels - 1)  # the level of less noise
+    weights = np.zeros((len(mus), max_levels))
     rounds = np.arange(len(mus))
     share = np.ones(len(mus))
     if convex:

@@ -21,8 +21,8 @@ from raydpfl.errors import ConfigError
 from raydpfl.report.figures import Missing, Piece, Plot, parse
 from raydpfl.report.html import Page, render
 from raydpfl.report.pages import ACCEPTED, compared, page_of
-from raydpfl.report.pages.comparison import Compared, page_of_several
-from raydpfl.report.plot_style import PAPER, RenderedPlot, whole
+from raydpfl.report.pages.comparison import Comparison, comparison_page
+from raydpfl.report.plot_style import PAPER, RenderedPlot, whole_figure
 from raydpfl.report.plot_style import render as render_plot
 from raydpfl.report.run_reader import LabelledRun, Run
 from raydpfl.report.tables import Table, csv_of, markdown
@@ -63,9 +63,9 @@ def write(
         raise ConfigError("--columns", columns, "1 or 2, the columns of a paper")
     if len(directories) != 1:
         return compare(directories, out, columns=columns)[1]
-    with storage.reading(directories[0], "DIR", _read) as folder:
-        place = storage.within(directories[0], "report") if out is None else out
-        return _put_page(page_of(folder), place, columns)
+    with storage.readable_folder(directories[0], "DIR", _read) as folder:
+        place = storage.join_address(directories[0], "report") if out is None else out
+        return _write_page(page_of(folder), place, columns)
 
 
 def compare(
@@ -73,7 +73,7 @@ def compare(
     out: str | Path | None = None,
     metric: str | None = None,
     columns: int | None = None,
-) -> tuple[Compared, Path | str]:
+) -> tuple[Comparison, Path | str]:
     """Sets the runs of directories side by side, and writes the page that shows it.
 
     Args:
@@ -91,10 +91,10 @@ def compare(
     if not directories:
         raise ConfigError("DIR", None, ACCEPTED)
     with ExitStack() as stack:
-        read = [storage.reading(directory, "DIR", _read) for directory in directories]
-        comparison = compared([*map(stack.enter_context, read)], metric)
+        readers = [storage.readable_folder(directory, "DIR", _read) for directory in directories]
+        comparison = compared([*map(stack.enter_context, readers)], metric)
         place = _default_place(directories) if out is None else out
-        return comparison, _put_page(page_of_several(comparison), place, columns)
+        return comparison, _write_page(comparison_page(comparison), place, columns)
 
 
 def figure(directory: str | Path, item: Mapping[str, Any]) -> Figure:
@@ -110,14 +110,14 @@ def figure(directory: str | Path, item: Mapping[str, Any]) -> Figure:
     Raises:
         ConfigError: for no such figure, or a run that has not what it is drawn from.
     """
-    with storage.reading(directory, "DIR", _read) as folder:
+    with storage.readable_folder(directory, "DIR", _read) as folder:
         run = Run(folder, folder.resolve().name)
         pieces = parse(item, "plot").shown([LabelledRun({"run": run.name}, run)])
         for piece in pieces:
             if isinstance(piece, Plot):
-                return whole(piece)
-        why = "".join(f"; {piece.why}" for piece in pieces if isinstance(piece, Missing))
-        raise ConfigError("plot", dict(item), f"something that this run has{why}")
+                return whole_figure(piece)
+        reasons = "".join(f"; {piece.reason}" for piece in pieces if isinstance(piece, Missing))
+        raise ConfigError("plot", dict(item), f"something that this run has{reasons}")
 
 
 def _read(name: str) -> bool:
@@ -125,8 +125,8 @@ def _read(name: str) -> bool:
     return not re.search(r"(^|/)round-\d+\.npz$", name) and not name.startswith("report/")
 
 
-def _put_page(page: Page, out: str | Path, columns: int | None) -> Path | str:
-    page = _named_apart(page)
+def _write_page(page: Page, out: str | Path, columns: int | None) -> Path | str:
+    page = _rename_duplicates(page)
     plots: dict[str, RenderedPlot] = {}
     with storage.at(out) as place:
         _clear(place)
@@ -134,37 +134,37 @@ def _put_page(page: Page, out: str | Path, columns: int | None) -> Path | str:
             if isinstance(piece, Plot):
                 plots[piece.name] = render_plot(piece, columns)
                 for suffix, content in plots[piece.name].files.items():
-                    _put(place / "figures" / f"{piece.name}.{suffix}", content)
+                    _write_file(place / "figures" / f"{piece.name}.{suffix}", content)
             elif isinstance(piece, Table):
-                _put(place / "tables" / f"{piece.name}.md", markdown(piece).encode())
-                _put(place / "tables" / f"{piece.name}.csv", csv_of(piece).encode())
-        _put(place / "index.html", render(page, plots).encode())
-    return storage.named(out)
+                _write_file(place / "tables" / f"{piece.name}.md", markdown(piece).encode())
+                _write_file(place / "tables" / f"{piece.name}.csv", csv_of(piece).encode())
+        _write_file(place / "index.html", render(page, plots).encode())
+    return storage.location(out)
 
 
-def _named_apart(page: Page) -> Page:
+def _rename_duplicates(page: Page) -> Page:
     """The page, a number put behind the name of a figure or table that another one has."""
     names = set[str]()
 
-    def named(piece: Piece) -> Piece:
+    def rename(piece: Piece) -> Piece:
         if not isinstance(piece, (Plot, Table)):
             return piece
-        every = chain([piece.name], (f"{piece.name}-{number}" for number in count(2)))
-        name = next(each for each in every if each not in names)
+        candidates = chain([piece.name], (f"{piece.name}-{number}" for number in count(2)))
+        name = next(candidate for candidate in candidates if candidate not in names)
         names.add(name)
         return replace(piece, name=name)
 
-    sections = [replace(part, pieces=[*map(named, part.pieces)]) for part in page.sections]
+    sections = [replace(part, pieces=[*map(rename, part.pieces)]) for part in page.sections]
     return replace(page, sections=sections)
 
 
 def _default_place(directories: Sequence[str | Path]) -> str:
-    known = [storage.absolute(directory) for directory in directories]
-    joined = "-".join(each.partition("?")[0].rstrip("/").rpartition("/")[2] for each in known)
-    if len(joined) > 60:
-        digest = hashlib.sha256("\n".join(known).encode())
-        joined = f"{joined[:50]}-{digest.hexdigest()[:8]}"
-    return f"report-{joined}"
+    addresses = [storage.absolute_name(directory) for directory in directories]
+    name = "-".join(path.partition("?")[0].rstrip("/").rpartition("/")[2] for path in addresses)
+    if len(name) > 60:
+        digest = hashlib.sha256("\n".join(addresses).encode())
+        name = f"{name[:50]}-{digest.hexdigest()[:8]}"
+    return f"report-{name}"
 
 
 def _clear(place: Path) -> None:
@@ -181,6 +181,6 @@ def _clear(place: Path) -> None:
                 path.unlink()
 
 
-def _put(path: Path, content: bytes) -> None:
+def _write_file(path: Path, content: bytes) -> None:
     make_folder(path.parent)
     replace_file(path, lambda file: file.write(content))

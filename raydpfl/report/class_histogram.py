@@ -14,11 +14,11 @@ from raydpfl.report.plot_style import Axes, LegendKey, Look, Plot, Subplot, rend
 from raydpfl.storage.run_files import make_folder, replace_file
 
 SUFFIXES = (".svg", ".png", ".pdf")
-MOST = 200  # clients that have a bar
-NAMED = 20  # classes that have a colour; all others have one together
-OTHERS = "#9A9A9A"
+MAX_BARS = 200  # clients that have a bar
+MAX_COLOURS = 20  # classes that have a colour; all others have one together
+OTHERS_COLOUR = "#9A9A9A"
 # Distinct for the colour-blind too: two neighbours by 59 in CIELAB, any two by 24.
-CLASSES = (
+COLOURS = (
     *("#A6D608", "#CC6677", "#332288", "#88CCEE", "#8C6D31"),
     *("#0072B2", "#A8DDB5", "#5A1A0A", "#DDCC77", "#882255"),
 )
@@ -50,27 +50,27 @@ def plot_of(counts: np.ndarray, names: Sequence[str]) -> Plot:
     from matplotlib.colors import to_hex, to_rgb
 
     # the same in pale for more than ten: neighbours differ in each of them
-    pale = [to_hex((0.5 + r / 2, 0.5 + g / 2, 0.5 + b / 2)) for r, g, b in map(to_rgb, CLASSES)]
-    shown = thin(len(counts), MOST)
+    tints = [to_hex((0.5 + r / 2, 0.5 + g / 2, 0.5 + b / 2)) for r, g, b in map(to_rgb, COLOURS)]
+    ids = thin(len(counts), MAX_BARS)
     clients, classes = counts.shape
-    common = np.sort(np.argsort(-counts.sum(0), kind="stable")[:NAMED])
+    common = np.sort(np.argsort(-counts.sum(0), kind="stable")[:MAX_COLOURS])
     labels = [names[place] if names else str(place) for place in common]
-    bars = [*zip(labels, (*CLASSES, *pale), counts[shown][:, common].T, strict=False)]
-    if classes > NAMED:
-        rest = counts[shown].sum(1) - counts[shown][:, common].sum(1)
-        bars.append((f"{classes - NAMED} others", OTHERS, rest))
+    bars = [*zip(labels, (*COLOURS, *tints), counts[ids][:, common].T, strict=False)]
+    if classes > MAX_COLOURS:
+        other_counts = counts[ids].sum(1) - counts[ids][:, common].sum(1)
+        bars.append((f"{classes - MAX_COLOURS} others", OTHERS_COLOUR, other_counts))
 
     def draw(axes: Axes) -> None:
-        below = np.zeros(len(shown))
+        below = np.zeros(len(ids))
         for _, colour, column in bars:
-            axes.bar(range(len(shown)), column, 0.9, bottom=below, color=colour, linewidth=0)
+            axes.bar(range(len(ids)), column, 0.9, bottom=below, color=colour, linewidth=0)
             below = below + column
-        ticks = thin(len(shown), 8)
-        axes.set_xticks(ticks, [str(shown[tick]) for tick in ticks])
+        ticks = thin(len(ids), 8)
+        axes.set_xticks(ticks, [str(ids[tick]) for tick in ticks])
         axes.set_xlabel("client")
         axes.set_ylabel("training samples")
         axes.grid(False, axis="x")
 
-    caption = f"{len(shown)} of {clients} clients; the samples that each trains on, by their class."
+    caption = f"{len(ids)} of {clients} clients; the samples that each trains on, by their class."
     keys = [LegendKey(label, Look(colour), "bar") for label, colour, _ in bars]
     return Plot("split", "Classes of each client", caption, [Subplot("", draw)], keys)

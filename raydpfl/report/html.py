@@ -80,7 +80,7 @@ def render(page: Page, plots: dict[str, RenderedPlot]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         undefined=StrictUndefined,
-        finalize=_unbroken,
+        finalize=_bind_percent_sign,
     )
     environment.filters["anchor"] = _anchor
     return environment.get_template("page.html.jinja").render(
@@ -94,7 +94,7 @@ def render(page: Page, plots: dict[str, RenderedPlot]) -> str:
     )
 
 
-def _unbroken(value: Any) -> Any:
+def _bind_percent_sign(value: Any) -> Any:
     """No line is broken before a percent sign."""
     if not isinstance(value, str) or isinstance(value, Markup):
         return value

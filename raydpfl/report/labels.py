@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raydpfl.models.metric_columns import metric_of, sign
+from raydpfl.models.metric_columns import score_metric, sign
 from raydpfl.privacy import column as column_of
 from raydpfl.privacy.accountants import ACCOUNTANTS
 
@@ -41,11 +41,11 @@ class Quantity:
         return "fraction" if self.percent else self.unit
 
 
-BARE = ("none", "true", "false", "auto", "inf")  # labels that need their axis, as numbers do
+BARE_LABELS = ("none", "true", "false", "auto", "inf")  # labels that need their axis, as numbers do
 # Those of which the name and the metric do not say all.
 QUANTITIES = {
-    one.name: one
-    for one in (
+    quantity.name: quantity
+    for quantity in (
         Quantity("seconds", "time of training", "s"),
         Quantity("test_accuracy_weighted", "test accuracy by size", percent=True, better=1),
         Quantity("train_loss", "training loss", wide=True, better=-1),
@@ -91,7 +91,7 @@ def quantity(name: str) -> Quantity:
         return Quantity(name, f"epsilon, {accountant(name)}", wide=True)
     if name.startswith("seconds_"):
         return Quantity(name, words, "s")
-    metric = metric_of(name)
+    metric = score_metric(name)
     if metric is None:
         return Quantity(name, words)
     better = sign(name) or metric.sign()
@@ -121,20 +121,20 @@ def axis(name: str) -> str:
     return " ".join(parts[-2:]) if len(parts[-1]) < 3 else parts[-1]
 
 
-def in_words(labels: Mapping[str, str]) -> str:
+def join_labels(labels: Mapping[str, str]) -> str:
     """Labels by axis in a row, empty ones left out.
 
-    >>> in_words({"arm": "Clip", "noise.epsilon": "8", "accounting": "paper", "data": ""})
+    >>> join_labels({"arm": "Clip", "noise.epsilon": "8", "accounting": "paper", "data": ""})
     'Clip, epsilon 8, paper accounting'
     """
-    return ", ".join(named(axis, label) for axis, label in labels.items() if label)
+    return ", ".join(qualified_label(axis, label) for axis, label in labels.items() if label)
 
 
-def named(name: str, label: str) -> str:
+def qualified_label(name: str, label: str) -> str:
     """A label that says by itself what it is of, or with its axis."""
     if name == "accounting":
         return f"{label} accounting"
-    return f"{axis(name)} {label}" if label in BARE or numeric([label]) else label
+    return f"{axis(name)} {label}" if label in BARE_LABELS or numeric([label]) else label
 
 
 def number(value: Any, percent: bool = False) -> str:
@@ -151,17 +151,19 @@ def number(value: Any, percent: bool = False) -> str:
     return f"{value:,.0f}" if whole or abs(value) >= 1000 else f"{value:.4g}"
 
 
-def as_number(value: Any) -> float | None:
+def float_or_none(value: Any) -> float | None:
     """A number as float; None for anything else, and for NaN."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if number and value == value else None
 
 
-def with_std(mean: float, std: float, percent: bool = False) -> str:
+def format_mean(mean: float, std: float, percent: bool = False) -> str:
     """A mean with its standard deviation (NaN for none) in print.
 
-    >>> with_std(0.815, 0.0031, percent=True), with_std(3.57512, 0.046031), with_std(2.0, math.nan)
-    ('81.50 ± 0.31 %', '3.575 ± 0.046', '2')
+    >>> format_mean(0.815, 0.0031, percent=True), format_mean(3.57512, 0.046031)
+    ('81.50 ± 0.31 %', '3.575 ± 0.046')
+    >>> format_mean(2.0, math.nan)
+    '2'
     """
     if math.isnan(std):
         return number(mean, percent)
@@ -178,16 +180,16 @@ def numeric(labels: Sequence[str]) -> bool:
         return False
 
 
-def listed(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     """Names in a row.
 
-    >>> listed(["a", "b", "c"])
+    >>> join_names(["a", "b", "c"])
     'a, b and c'
     """
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
-def counted(count: int | None, thing: str) -> str:
+def counted(count: int | None, noun: str) -> str:
     """So many of a thing; empty where it is not known how many.
 
     >>> counted(1, "seed"), counted(3, "seed"), counted(None, "seed")
@@ -195,14 +197,14 @@ def counted(count: int | None, thing: str) -> str:
     """
     if count is None:
         return ""
-    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def in_print(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A searched value as a label.
 
-    >>> in_print(0.30000000000000004), in_print(None), in_print("sgd"), in_print(True)
-    ('0.3', 'none', 'sgd', 'true')
+    >>> [format_value(value) for value in (0.30000000000000004, None, "sgd", True)]
+    ['0.3', 'none', 'sgd', 'true']
     """
     if isinstance(value, bool):
         return str(value).lower()
@@ -211,26 +213,26 @@ def in_print(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, (int, float)) else str(value)
 
 
-def edge(value: Any, tried: Sequence[Any]) -> str:
+def edge(value: Any, grid_values: Sequence[Any]) -> str:
     """Which edge of the numbers that were tried a value is at: "smallest", "largest", or "" for
     none; of a single number, and of what is no number, it is none.
 
     >>> edge(0.1, (0.1, 0.3, 1)), edge(0.3, (0.1, 0.3, 1)), edge(1, (0.1, 0.3, 1, "auto"))
     ('smallest', '', 'largest')
     """
-    numbers = {value for value in tried if type(value) in (int, float)}
+    numbers = {value for value in grid_values if type(value) in (int, float)}
     if len(numbers) < 2 or value not in (min(numbers), max(numbers)) or isinstance(value, bool):
         return ""
     return "smallest" if value == min(numbers) else "largest"
 
 
-def beyond(values: Mapping[str, Any], edges: Mapping[str, str]) -> str:
+def edge_warning(values: Mapping[str, Any], edges: Mapping[str, str]) -> str:
     """Which of the best values are at an edge of their grids, in a sentence; empty for none.
 
-    >>> beyond({"local.lr": 0.4, "bounding.bound": 1}, {"local.lr": "largest"})
+    >>> edge_warning({"local.lr": 0.4, "bounding.bound": 1}, {"local.lr": "largest"})
     'At the edge of its grid: local.lr 0.4 (largest). A value beyond it may be better.'
     """
     if not edges:
         return ""
-    text = ", ".join(f"{key} {in_print(values[key])} ({which})" for key, which in edges.items())
+    text = ", ".join(f"{key} {format_value(values[key])} ({end})" for key, end in edges.items())
     return f"At the edge of its grid: {text}. A value beyond it may be better."

@@ -33,15 +33,15 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 DASHES: tuple[Any, ...] = ("-", "--", "-.", (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5, 1, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH = 4.6  # inches of a panel
-NARROW = 3.5  # of one next to another, whose text is to be read where both have little room
+NARROW_WIDTH = 3.5  # of one next to another, whose text is to be read where both have little room
 HEIGHT = 3.0
 CHARACTERS = 42  # of a line of a panel's title
 PAPER = {1: 3.5, 2: 7.16}  # inches of one and two columns of a paper
-FACTOR = 4.0  # of labels and of epsilon across: as `DECADES`
+LOG_SPAN = 4.0  # of labels and of epsilon across: as `LOG_RATIO`
 MARGIN = 0.05  # of an axis, beyond its values
-DECADES = 30.0  # the ratio of the largest to the smallest value from which an axis is logarithmic
+LOG_RATIO = 30.0  # the ratio of the largest to the smallest value from which an axis is logarithmic
 # of an SVG that stands by itself, in the light or in the dark
-DARK = (
+DARK_STYLE = (
     "<style>svg{color:#1b1f24;background:#fff}"
     "@media (prefers-color-scheme:dark){svg{color:#d7dce2;background:#14171b}}</style>"
 )
@@ -112,18 +112,18 @@ class Plot:
     keys: Sequence[LegendKey] = ()
     height: float = HEIGHT
 
-    def grid(self, most: int | None = None) -> list[list[Subplot | None]]:
+    def grid(self, max_columns: int | None = None) -> list[list[Subplot | None]]:
         """The subplots by row and column, None for an empty place; longer rows are cut into several
-        of `most` places, none of them empty. Those without places of their own are one row.
+        of `max_columns` places, none of them empty. Those without places of their own are one row.
         """
         rows: list[list[Subplot | None]] = [[*self.subplots]]
         if self.across:
             places = {subplot.place: subplot for subplot in self.subplots}
             down = range(1 + max(place[0] for place in places if place))
             rows = [[places.get((row, column)) for column in range(self.across)] for row in down]
-        most = min(most or len(rows[0]), len(rows[0]))
-        pieces = [row[at : at + most] for row in rows for at in range(0, len(row), most)]
-        return [[*piece, *[None] * (most - len(piece))] for piece in pieces if any(piece)]
+        max_columns = min(max_columns or len(rows[0]), len(rows[0]))
+        pieces = [row[i : i + max_columns] for row in rows for i in range(0, len(row), max_columns)]
+        return [[*piece, *[None] * (max_columns - len(piece))] for piece in pieces if any(piece)]
 
     @property
     def across(self) -> int:
@@ -154,18 +154,18 @@ def render(plot: Plot, columns: int | None = None) -> RenderedPlot:
     with style.context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of axes without room
         with style.context(PAPER_STYLE if columns else {}):
-            together = _laid_out(_figure(plot, columns))
-            text = _svg(together)
-            pdf = _file(together, "pdf", metadata={"CreationDate": None, "Producer": None})
-            svg = re.sub(r"(<svg[^>]*>)", rf"\1{DARK}", text, count=1)
-            files = {"svg": svg.encode(), "pdf": pdf, "png": _png(together)}
+            full_figure = _lay_out(_figure(plot, columns))
+            text = _svg(full_figure)
+            pdf = _file(full_figure, "pdf", metadata={"CreationDate": None, "Producer": None})
+            svg = re.sub(r"(<svg[^>]*>)", rf"\1{DARK_STYLE}", text, count=1)
+            files = {"svg": svg.encode(), "pdf": pdf, "png": _png(full_figure)}
         svgs = [text]
         if len(plot.subplots) > 1 or plot.keys or columns:
-            alone = [
+            single_plots = [
                 replace(plot, subplots=[replace(part, place=None)], keys=()) if part else None
                 for part in itertools.chain(*plot.grid())
             ]
-            svgs = [_svg(_laid_out(_figure(part))) if part else "" for part in alone]
+            svgs = [_svg(_lay_out(_figure(part))) if part else "" for part in single_plots]
     inline = [
         _inline(svg, f"{plot.name}-{place}-", plot.title) if svg else ""
         for place, svg in enumerate(svgs)
@@ -173,7 +173,7 @@ def render(plot: Plot, columns: int | None = None) -> RenderedPlot:
     return RenderedPlot(files, inline)
 
 
-def whole(plot: Plot) -> Figure:
+def whole_figure(plot: Plot) -> Figure:
     """A figure with all of its subplots, in the style of the report, which a notebook shows."""
     from matplotlib import style
 
@@ -190,7 +190,7 @@ def _figure(plot: Plot, columns: int | None = None) -> Figure:
 
     rows = plot.grid(columns or 2)
     across = len(rows[0])
-    width = across * (WIDTH if across == 1 else NARROW)
+    width = across * (WIDTH if across == 1 else NARROW_WIDTH)
     height = plot.height
     if columns is not None:
         width = PAPER[columns]
@@ -229,7 +229,7 @@ def _handle(key: LegendKey) -> Any:
     return Line2D([], [], linestyle=dash, marker=key.look.marker, **style)
 
 
-def _laid_out(figure: Figure) -> Figure:
+def _lay_out(figure: Figure) -> Figure:
     """The figure with everything in its place, which all of its files share."""
     engine = figure.get_layout_engine()
     assert engine is not None
@@ -272,8 +272,8 @@ def _inline(text: str, prefix: str, title: str) -> str:
     text = text.replace("xlink:href", "href")
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}", text)
     box = re.search(r'viewBox="[^"]*"', text)
-    opening = f'<svg role="img" aria-label="{html.escape(title)}" {box[0] if box else ""}>'
-    return re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1, flags=re.DOTALL)
+    opening_tag = f'<svg role="img" aria-label="{html.escape(title)}" {box[0] if box else ""}>'
+    return re.sub(r"<svg[^>]*>", lambda _: opening_tag, text, count=1, flags=re.DOTALL)
 
 
 # --- axes ---
@@ -288,8 +288,8 @@ def dots(axes: Axes, points: Any, look: Look, alpha: float = 0.7, size: float = 
     axes.plot(x, y, linestyle="none", color=look.colour, alpha=alpha, **style)
 
 
-def scale(axes: Axes, which: str, measured: Quantity, values: Any, log: bool | None = None) -> None:
-    """Sets up one axis (`which`: x or y) for `values`, all that it and its like in the other panels
+def scale(axes: Axes, name: str, quantity: Quantity, values: Any, log: bool | None = None) -> None:
+    """Sets up one axis (`name`: x or y) for `values`, all that it and its like in the other panels
     show, a float array of any shape: logarithmic where they span decades (or as `log` says), as far
     as they reach, with plain numbers, and its label with the unit.
     """
@@ -298,21 +298,21 @@ def scale(axes: Axes, which: str, measured: Quantity, values: Any, log: bool | N
     finite = np.asarray(values, np.float64).ravel()
     finite = finite[np.isfinite(finite)]
     ratio = finite.max() / finite.min() if len(finite) and finite.min() > 0 else 0.0
-    wide = measured.wide and ratio >= DECADES
+    wide = quantity.wide and ratio >= LOG_RATIO
     logarithmic = bool(ratio and (wide if log is None else log))
-    axes.set(**{f"{which}label": textwrap.fill(measured.label, CHARACTERS // 2)})
-    axis = getattr(axes, f"{which}axis")
+    axes.set(**{f"{name}label": textwrap.fill(quantity.label, CHARACTERS // 2)})
+    axis = getattr(axes, f"{name}axis")
     if logarithmic:
-        axes.set(**{f"{which}scale": "log"})
+        axes.set(**{f"{name}scale": "log"})
         # ticks at powers of ten; where there are few, at twice and five times them too
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if ratio < 100 else (1,), numticks=7))
         axis.set_minor_formatter(NullFormatter())
     else:
-        whole = measured.name == "round"
+        whole = quantity.name == "round"
         axis.set_major_locator(MaxNLocator(5, integer=whole, steps=[1, 2, 2.5, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(_percent if measured.percent else _plain))
+    axis.set_major_formatter(FuncFormatter(_percent if quantity.percent else _plain))
     if len(finite):
-        axes.set(**{f"{which}lim": reach(finite, logarithmic, measured.percent)})
+        axes.set(**{f"{name}lim": reach(finite, logarithmic, quantity.percent)})
 
 
 def reach(values: np.ndarray, logarithmic: bool, percent: bool = False) -> tuple[float, float]:
@@ -326,11 +326,11 @@ def reach(values: np.ndarray, logarithmic: bool, percent: bool = False) -> tuple
     low = float(values.min())
     high = float(values.max())
     if logarithmic:
-        further = max((high / low) ** MARGIN, 1.02)
-        return low / further, high * further
-    alone = 0.05 if percent else 1.0  # beyond a single value
-    further = MARGIN * (high - low) or (0.05 * abs(high) if high % 1 else alone)
-    return low - further, high + further
+        margin = max((high / low) ** MARGIN, 1.02)
+        return low / margin, high * margin
+    single_margin = 0.05 if percent else 1.0  # beyond a single value
+    margin = MARGIN * (high - low) or (0.05 * abs(high) if high % 1 else single_margin)
+    return low - margin, high + margin
 
 
 def _plain(value: float, _: int) -> str:
@@ -345,8 +345,8 @@ def _percent(value: float, _: int) -> str:
     return f"{100 * value:.4g} %"
 
 
-def thin(count: int, most: int) -> np.ndarray:
-    """Which of `count` points are drawn: `most` at most, evenly over all, the same each time."""
-    if count <= most:
+def thin(count: int, max_count: int) -> np.ndarray:
+    """Indices of the points that are drawn, `max_count` at most, evenly over all `count`."""
+    if count <= max_count:
         return np.arange(count)
-    return np.unique(np.linspace(0, count - 1, most).round().astype(int))
+    return np.unique(np.linspace(0, count - 1, max_count).round().astype(int))

@@ -18,7 +18,7 @@ from raydpfl.config.yaml import read
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.privacy import RIGOROUS, Guarantee, column
-from raydpfl.report.labels import as_number, in_words, quantity
+from raydpfl.report.labels import float_or_none, join_labels, quantity
 from raydpfl.report.statistics import Resample, SeedValues
 from raydpfl.storage.files import read_json
 from raydpfl.storage.tables import read_log
@@ -26,7 +26,7 @@ from raydpfl.storage.tables import read_log
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 Columns = Mapping[str, np.ndarray]
-ACROSS = 4  # panels of a row, at most
+MAX_GRID_COLUMNS = 4  # panels of a row, at most
 
 
 def read_table(path: Path, flaws: list[str]) -> pa.Table:
@@ -49,14 +49,14 @@ def arrays_of(table: pa.Table) -> dict[str, np.ndarray]:
     return columns
 
 
-def some(values: np.ndarray | None) -> bool:
+def has_numbers(values: np.ndarray | None) -> bool:
     """Whether there is a finite number, or a word, among these values."""
     if values is None or not len(values):
         return False
     return bool(values.dtype == object or np.isfinite(values).any())
 
 
-def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+def group_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     """Items by their keys, both in the order of the items."""
     groups: dict[K, list[T]] = {}
     for item in items:
@@ -87,7 +87,7 @@ class Run:
         if table == "trajectory":
             return self.path is not None
         column_of = self.series if table == "rounds" else self.table(table).get
-        return all(some(column_of(name)) for name in names)
+        return all(has_numbers(column_of(name)) for name in names)
 
     def pairs(self, table: str, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
         """The rows of a table with numbers in both columns: their rounds, float64 [n] (NaN where
@@ -153,7 +153,7 @@ class Run:
         return "rigorous" if name in RIGOROUS else "formula"
 
     @property
-    def holding(self) -> str | None:
+    def epsilon_column(self) -> str | None:
         """The column of the epsilon that holds; None where none does. Of a run that has not ended,
         that of the rigorous accountant with the smallest.
         """
@@ -168,7 +168,7 @@ class Run:
         since the start, and `epsilon`, the one that holds.
         """
         rounds = self.table("rounds")
-        values = rounds.get(self.holding or name if name == "epsilon" else name)
+        values = rounds.get(self.epsilon_column or name if name == "epsilon" else name)
         if values is None or values.dtype == object:
             return None
         if name == "round":
@@ -187,11 +187,11 @@ class Run:
             return float(value)
         if name.startswith("rounds."):
             values = self.series(name.partition(".")[2])
-            return float(np.nanmean(values)) if values is not None and some(values) else None
+            return float(np.nanmean(values)) if values is not None and has_numbers(values) else None
         column = name.removeprefix("best_")
         better = quantity(column).better
         values = self.series(column) if name != column else None
-        if not better or values is None or not some(values):
+        if not better or values is None or not has_numbers(values):
             return None
         return float(np.nanmax(values) if better > 0 else np.nanmin(values))
 
@@ -220,7 +220,7 @@ class Run:
     @property
     def sends_updates(self) -> bool:
         """Whether what clients would send unbounded are their updates, of which the mean is one."""
-        if self.experiment is None or self.experiment.bounding.unread():
+        if self.experiment is None or self.experiment.bounding.is_placeholder():
             return False
         return self.experiment.bounding.scales
 
@@ -228,8 +228,8 @@ class Run:
 @dataclass(frozen=True, eq=False)
 class LabelledRun:
     """A run with its label on each axis. Runs with the same labels differ by their `seed`.
-    `numbers`: what a table of results has of it; `home`: the directory of its study; `resampled`:
-    the run in its place by resample of the tuning seeds.
+    `numbers`: what a table of results has of it; `home`: the directory of its study;
+    `resampled_runs`: the run in its place by resample of the tuning seeds.
     """
 
     labels: Mapping[str, str]
@@ -237,7 +237,7 @@ class LabelledRun:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
     home: Path | None = None
-    resampled: Mapping[Resample, "LabelledRun"] = field(default_factory=dict)
+    resampled_runs: Mapping[Resample, "LabelledRun"] = field(default_factory=dict)
 
     def at(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Its labels on these axes, empty where it has none."""
@@ -245,21 +245,21 @@ class LabelledRun:
 
     def number(self, name: str) -> float | None:
         """A number of the run, from the table of results if that has it."""
-        value = as_number(self.numbers.get(name))
+        value = float_or_none(self.numbers.get(name))
         return self.run.number(name) if value is None else value
 
 
 def values_of(cases: Sequence[LabelledRun], name: str) -> SeedValues:
     """A number of these cases by seed, and by resample of the tuning seeds."""
-    seeds = {at if case.seed is None else case.seed: case for at, case in enumerate(cases)}
-    resamples = dict.fromkeys(key for case in cases for key in case.resampled)
+    seeds = {place if case.seed is None else case.seed: case for place, case in enumerate(cases)}
+    resamples = dict.fromkeys(key for case in cases for key in case.resampled_runs)
     return SeedValues(
         {seed: case.number(name) for seed, case in seeds.items()},
         {
             key: {
-                seed: case.resampled[key].number(name)
+                seed: case.resampled_runs[key].number(name)
                 for seed, case in seeds.items()
-                if key in case.resampled
+                if key in case.resampled_runs
             }
             for key in resamples
         },
@@ -295,18 +295,18 @@ class Panel:
         return self.groups[0].runs[0]
 
 
-def largest_held(runs: Sequence[Run]) -> float | None:
+def largest_epsilon(runs: Sequence[Run]) -> float | None:
     """The largest epsilon that holds, over the runs; None where one of them has none."""
     holds = [run.holds for run in runs]
-    return max(stated[0].epsilon for stated in holds) if all(holds) else None
+    return max(guarantees[0].epsilon for guarantees in holds) if all(holds) else None
 
 
-def largest_stated(runs: Sequence[Run]) -> dict[tuple[str, str], float]:
+def stated_epsilons(runs: Sequence[Run]) -> dict[tuple[str, str], float]:
     """By accountant and kind the largest epsilon, over the runs, that each states first."""
     largest: dict[tuple[str, str], float] = {}
     for run in runs:
-        first = {(one.accountant, one.kind): one.epsilon for one in reversed(run.guarantees)}
-        for name, epsilon in first.items():
+        run_epsilons = {(g.accountant, g.kind): g.epsilon for g in reversed(run.guarantees)}
+        for name, epsilon in run_epsilons.items():
             largest[name] = max(epsilon, largest.get(name, epsilon))
     return largest
 
@@ -316,7 +316,7 @@ def labels_of(cases: Sequence[LabelledRun], axis: str) -> list[str]:
     return list(dict.fromkeys(case.labels[axis] for case in cases if axis in case.labels))
 
 
-def in_order(
+def sort_labels(
     keys: Iterable[tuple[str, ...]], cases: Sequence[LabelledRun], axes: Sequence[str]
 ) -> list[tuple[str, ...]]:
     """Each combination of labels once, in the order of the cases, the first axis the slowest."""
@@ -342,19 +342,20 @@ def arrange(
     across, unless it has too many labels, and the others, with all further axes, go down.
     """
     axes = [axis for axis in varying(cases) if axis not in (colour, x)]
-    inside = grouped(cases, lambda case: case.at(axes))
-    places = _grid(inside, cases, axes, [axis for axis in facet if axis in axes])
+    cases_by_labels = group_by(cases, lambda case: case.at(axes))
+    places = _grid(cases_by_labels, cases, axes, [axis for axis in facet if axis in axes])
     colours = labels_of(cases, colour)
     panels = []
-    for labels, there in inside.items():
+    for labels, panel_cases in cases_by_labels.items():
+        cases_by_colour = group_by(panel_cases, lambda case: case.labels.get(colour, ""))
         groups = [
-            Group(label, colours.index(label) if label in colours else 0, same)
-            for label, same in grouped(there, lambda case: case.labels.get(colour, "")).items()
+            Group(label, colours.index(label) if label in colours else 0, group_cases)
+            for label, group_cases in cases_by_colour.items()
         ]
-        title = in_words(dict(zip(axes, labels, strict=True)))
+        title = join_labels(dict(zip(axes, labels, strict=True)))
         panels.append(Panel(title, groups, places.get(labels)))
     if len(panels) == 4 and not places:
-        return [replace(panel, place=divmod(at, 2)) for at, panel in enumerate(panels)]
+        return [replace(panel, place=divmod(place, 2)) for place, panel in enumerate(panels)]
     return panels
 
 
@@ -369,12 +370,12 @@ def _grid(
         return {}
     last = axes.index(facet[-1])
     columns = [*dict.fromkeys(key[last] for key in keys)]
-    if len(columns) > ACROSS:
+    if len(columns) > MAX_GRID_COLUMNS:
         return {}
-    down = [*facet[:-1], *(axis for axis in axes if axis not in facet)]
-    at = {key: tuple(key[axes.index(axis)] for axis in down) for key in keys}
-    rows = in_order(at.values(), cases, down)
-    return {key: (rows.index(at[key]), columns.index(key[last])) for key in keys}
+    row_axes = [*facet[:-1], *(axis for axis in axes if axis not in facet)]
+    row_keys = {key: tuple(key[axes.index(axis)] for axis in row_axes) for key in keys}
+    rows = sort_labels(row_keys.values(), cases, row_axes)
+    return {key: (rows.index(row_keys[key]), columns.index(key[last])) for key in keys}
 
 
 def json_of(text: Any) -> dict[str, Any]:

@@ -48,13 +48,13 @@ class SeedSpread:
 
 @dataclass(frozen=True)
 class SeedValues:
-    """A number by seed; None and NaN stand for a run without it. `resampled`: the number by seed of
+    """A number by seed; None and NaN stand for a run without it. `resamples`: the number by seed of
     the setting that each resample of the tuning seeds chooses, where settings were chosen.
     `rounding`: the least standard error of the mean; default: what float32 resolves of the numbers.
     """
 
     values: Mapping[int, float | None]
-    resampled: Mapping[Resample, Mapping[int, float | None]] = field(default_factory=dict)
+    resamples: Mapping[Resample, Mapping[int, float | None]] = field(default_factory=dict)
     rounding: float | None = None
 
     def spread(self) -> SeedSpread:
@@ -74,24 +74,24 @@ class SeedValues:
         error = std / math.sqrt(count) if count > 1 else math.nan
         freedom = float(max(count - 1, 1))
         choices = {
-            resample: known
-            for resample, values in self.resampled.items()
-            if len(known := _numbers(values)) > 1
+            resample: resample_numbers
+            for resample, values in self.resamples.items()
+            if len(resample_numbers := _numbers(values)) > 1
         }
         if choices and count > 1:
             shares = np.array([chance(resample) for resample in choices])
             shares = shares / shares.sum()
             means = np.array([values.mean() for values in choices.values()])
             inner = np.array([values.var(ddof=1) / len(values) for values in choices.values()])
-            final, more = float(shares @ inner), max(len(next(iter(choices))) - 1, 1)
-            tuning = float(shares @ (means - shares @ means) ** 2) * (more + 1) / more
+            final, degrees = float(shares @ inner), max(len(next(iter(choices))) - 1, 1)
+            tuning = float(shares @ (means - shares @ means) ** 2) * (degrees + 1) / degrees
             error = math.sqrt(final + tuning)
             if error:
-                freedom = error**4 / (final**2 / freedom + tuning**2 / more)
-        return SeedSpread(count, mean, std, max(error, self._least_error), freedom)
+                freedom = error**4 / (final**2 / freedom + tuning**2 / degrees)
+        return SeedSpread(count, mean, std, max(error, self._rounding_error), freedom)
 
     @property
-    def _least_error(self) -> float:
+    def _rounding_error(self) -> float:
         if self.rounding is not None:
             return self.rounding
         return _RESOLUTION * float(np.abs(_numbers(self.values)).max(initial=0.0))
@@ -122,14 +122,14 @@ def total(terms: Sequence[tuple[float, SeedValues]]) -> SeedValues:
     What the runs of one seed share (the data, the split, the cohorts, the tuning seeds) is no part
     of the spread of a difference, so that it is often much narrower than those of the two.
     """
-    resamples = dict.fromkeys(key for _, each in terms for key in each.resampled)
+    resamples = dict.fromkeys(key for _, term in terms for key in term.resamples)
     return SeedValues(
-        _total([(factor, each.values) for factor, each in terms]),
+        _total([(factor, term.values) for factor, term in terms]),
         {
-            key: _total([(factor, each.resampled.get(key, each.values)) for factor, each in terms])
+            key: _total([(factor, term.resamples.get(key, term.values)) for factor, term in terms])
             for key in resamples
         },
-        sum(abs(factor) * each._least_error for factor, each in terms),
+        sum(abs(factor) * term._rounding_error for factor, term in terms),
     )
 
 
@@ -138,6 +138,6 @@ def _total(terms: Sequence[tuple[float, Mapping[int, float | None]]]) -> dict[in
     sums: dict[int, float | None] = {}
     for seed in seeds:
         numbers = [(factor, values[seed]) for factor, values in terms]
-        known = [factor * value for factor, value in numbers if value is not None]
-        sums[seed] = sum(known) if len(known) == len(numbers) else None
+        products = [factor * value for factor, value in numbers if value is not None]
+        sums[seed] = sum(products) if len(products) == len(numbers) else None
     return sums

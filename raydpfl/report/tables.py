@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from raydpfl.report.labels import Quantity, as_number, axis, number, with_std
+from raydpfl.report.labels import Quantity, axis, float_or_none, format_mean, number
 from raydpfl.report.statistics import SeedSpread
 
 LONG = 28  # characters from which a cell is a text, or a word may be broken
@@ -58,7 +58,7 @@ def mean_cell(
     """
     if not spread.count:
         return None
-    text = with_std(spread.mean, half, percent)
+    text = format_mean(spread.mean, half, percent)
     if sign:
         text = f"{'+' if spread.mean > 0 else ''}{text.removesuffix(' %')}"
     return PrintedCell(spread.mean, text)
@@ -66,7 +66,7 @@ def mean_cell(
 
 def number_cells(values: Mapping[str, Any], percent: bool) -> Row:
     """Numbers by the heads of their columns, None for what is none."""
-    return {Quantity(head, head, percent=percent): as_number(of) for head, of in values.items()}
+    return {Quantity(head, head, percent=percent): float_or_none(v) for head, v in values.items()}
 
 
 def axes_row(axes: Sequence[str], labels: Sequence[str]) -> Row:
@@ -120,7 +120,7 @@ def _cell(value: Any, head: Head) -> PrintedCell:
     return PrintedCell(value, number(value, isinstance(head, Quantity) and head.percent))
 
 
-def without_empty(rows: Sequence[Row], optional: Collection[Head]) -> list[Row]:
+def drop_empty_columns(rows: Sequence[Row], optional: Collection[Head]) -> list[Row]:
     """The rows without those optional columns in which no cell has anything."""
     empty = {head for head in optional if all(row.get(head) in (None, "") for row in rows)}
     return [{head: value for head, value in row.items() if head not in empty} for row in rows]
@@ -129,15 +129,15 @@ def without_empty(rows: Sequence[Row], optional: Collection[Head]) -> list[Row]:
 def markdown(table: Table) -> str:
     """The table as Markdown has it, under its title and caption; text is never HTML or a link."""
     lines = [
-        map(_escaped, table.heads),
+        map(_escape, table.heads),
         ("--:" if numeric else ":--" for numeric in table.numeric),
-        *(tuple(_escaped(cell.text) for cell in row) for row in table.cells),
+        *(tuple(_escape(cell.text) for cell in row) for row in table.cells),
     ]
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"**{_escaped(table.title)}.** {_escaped(table.caption)}\n\n{rows}\n"
+    return f"**{_escape(table.title)}.** {_escape(table.caption)}\n\n{rows}\n"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     plain = html.escape(text.replace("\\", "\\\\"), quote=False)
     return " ".join(plain.replace("|", "\\|").replace("](", "]\\(").split())
 
@@ -147,13 +147,13 @@ def csv_of(table: Table) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     unit = [table.unit] if table.unit else []
-    writer.writerow(map(_inert, [*table.heads, *(["unit"] if unit else [])]))
+    writer.writerow(map(_csv_field, [*table.heads, *(["unit"] if unit else [])]))
     for row in table.cells:
-        writer.writerow(map(_inert, [*(cell.value for cell in row), *unit]))
+        writer.writerow(map(_csv_field, [*(cell.value for cell in row), *unit]))
     return out.getvalue()
 
 
-def _inert(value: Any) -> str:
+def _csv_field(value: Any) -> str:
     """A value as a CSV field has it. Text that a spreadsheet would take for a formula is put behind
     an apostrophe, as OWASP's "CSV Injection" asks, and is one line: a carriage return, which the
     writer does not quote, would begin a row. Numbers stay as they are.
@@ -162,8 +162,8 @@ def _inert(value: Any) -> str:
         return ""
     text = " ".join(str(value).splitlines())
     # the first character in its usual form: some spreadsheets take the wide ones for the same
-    first = unicodedata.normalize("NFKC", text.lstrip()[:1])
-    if first not in tuple("=+-@") and not text.startswith("\t"):
+    first_character = unicodedata.normalize("NFKC", text.lstrip()[:1])
+    if first_character not in tuple("=+-@") and not text.startswith("\t"):
         return text
     try:
         float(text)

@@ -33,10 +33,10 @@ from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Work
 from raydpfl.errors import DeviceLost, RunError, message
 from raydpfl.experiment import Experiment
 from raydpfl.runtime.file_transfer import RATE
-from raydpfl.runtime.session import on_node, raised
-from raydpfl.runtime.worker import Started, ready
+from raydpfl.runtime.session import pin_to_node, unwrap_error
+from raydpfl.runtime.worker import Started, start_worker
 from raydpfl.simulation.client.actor import ClientActor
-from raydpfl.simulation.evaluation import Scored
+from raydpfl.simulation.evaluation import BatchScores
 from raydpfl.simulation.provenance import differences
 from raydpfl.simulation.scheduler import Costs, assign_chunks, assign_clients, assign_singly, rows
 
@@ -72,7 +72,7 @@ class Patience:
         self.fixed = None if timeout == "auto" else float(timeout)
         self.longest = self.slowest = 0.0
 
-    def took(self, seconds: float, cost: float) -> None:
+    def record_call(self, seconds: float, cost: float) -> None:
         self.longest = max(self.longest, seconds)
         self.slowest = max(self.slowest, seconds / max(cost, 1.0))
 
@@ -80,10 +80,10 @@ class Patience:
         """For a call that trains `cost` rows, and was given up `attempts` times."""
         if self.fixed:
             return self.fixed
-        usual = self.FIRST
+        limit = self.FIRST
         if self.longest:
-            usual = self.FLOOR + self.TIMES * max(self.longest, self.slowest * cost)
-        return usual * 2**attempts
+            limit = self.FLOOR + self.TIMES * max(self.longest, self.slowest * cost)
+        return limit * 2**attempts
 
     @property
     def certain(self) -> bool:
@@ -99,12 +99,12 @@ class _Call:
     arguments: tuple
     cost: float
     home: int | None  # the actor that is to answer it; None: any
-    late: tuple[str, ...] = ()  # the clients in training each time that it was given up
+    timeout_clients: tuple[str, ...] = ()  # the clients in training each time that it was given up
     # while it is under way
     actor: int = -1
-    began: float = 0.0
+    start_time: float = 0.0
     patience: float = 0.0  # seconds
-    until: float = 0.0
+    deadline: float = 0.0
 
 
 class ActorPool:
@@ -113,7 +113,7 @@ class ActorPool:
     Their processes start at once, some at a time: starting one takes a core some seconds, and with
     many more at once than cores Ray gives up on the slowest. Once all are up it may be pickled, for
     the process of the coordinator. `experiment` is complete, `shards` the folder of its data, and
-    `platform` what the nodes have to compute like (`raydpfl.runtime.worker.ready`).
+    `platform` what the nodes have to compute like (`raydpfl.runtime.worker.start_worker`).
     """
 
     def __init__(
@@ -127,43 +127,45 @@ class ActorPool:
         self._kind = experiment.model.kind
         self._count = count
         self._costs = Costs()
-        self._assign = assign_clients if experiment.clients_are_units else assign_chunks
+        self._assign = assign_clients if experiment.is_chunk_invariant else assign_chunks
         self._patience = {method: Patience(client.timeout) for method in METHODS}
         path = tuple(os.path.abspath(entry) for entry in sys.path)
         node = ray.get_runtime_context().get_node_id()
-        self._ready = (pickle.dumps(experiment), shards, path, platform, node)
-        self._sending = 0.0  # seconds that the data may take to other nodes
+        self._worker_arguments = (pickle.dumps(experiment), shards, path, platform, node)
+        self._transfer_seconds = 0.0  # seconds that the data may take to other nodes
         if len(ray.nodes()) > 1:
-            self._sending = sum(file.stat().st_size for file in Path(shards).iterdir()) / RATE
+            size = sum(file.stat().st_size for file in Path(shards).iterdir())
+            self._transfer_seconds = size / RATE
         self._actors: dict[int, Any] = {}
         self._facts: dict[int, Started] = {}
-        self._starting: dict[Any, int] = {}  # call -> actor, of those that have not answered yet
+        self._start_calls: dict[Any, int] = {}  # call -> actor, of those that have not answered yet
         self._deaths: Counter[Any] = Counter()  # by actor that starts, or by call of the round
         slots = int(ray.cluster_resources().get("CPU", 1))
         self._wave = 2 * max(1, min(slots, cores() * len(ray.nodes())))
-        self._more()
+        self._start_missing()
 
     def _start(self, actor: int) -> None:
         handle: Any = ray.remote(ClientActor).options(**self._options).remote()
         self._actors[actor] = handle
-        self._starting[handle.__ray_call__.remote(ready, *self._ready)] = actor
+        call = handle.__ray_call__.remote(start_worker, *self._worker_arguments)
+        self._start_calls[call] = actor
 
-    def _more(self) -> None:
+    def _start_missing(self) -> None:
         """Starts as many of the actors that are missing as may start at once."""
-        first = len(self._actors)
-        for actor in range(first, min(self._count, first + self._wave - len(self._starting))):
+        count = len(self._actors)
+        for actor in range(count, min(self._count, count + self._wave - len(self._start_calls))):
             self._start(actor)
 
     def wait_until_up(self, check: Callable[[], None]) -> None:
         """Waits until all actors can work; calls `check`, which may raise, meanwhile."""
-        timeout = START_SECONDS + 2.0 * self._count + self._sending
-        until = time.monotonic() + timeout
+        timeout = START_SECONDS + 2.0 * self._count + self._transfer_seconds
+        deadline = time.monotonic() + timeout
         while self.healthy < self._count:
             check()
-            done, _ = ray.wait([*self._starting], num_returns=1, timeout=0.1)
-            if done:
-                self._started(done[0])
-            elif time.monotonic() > until:
+            ready_calls, _ = ray.wait([*self._start_calls], num_returns=1, timeout=0.1)
+            if ready_calls:
+                self._register_actor(ready_calls[0])
+            elif time.monotonic() > deadline:
                 raise RunError(
                     f"{self._count - self.healthy} of {self._count} client actors did not come up "
                     f"within {timeout:.0f} s; the cluster has no free place for them: lower "
@@ -172,7 +174,7 @@ class ActorPool:
 
     @property
     def healthy(self) -> int:
-        return len(self._actors) - len(self._starting)
+        return len(self._actors) - len(self._start_calls)
 
     def assign(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
         if self.per_client:
@@ -180,7 +182,7 @@ class ActorPool:
         costs = self._costs.of(chunks)
         actors = max(1, self.healthy)
         pieces = 1.0
-        if self._costs.fitted:  # of a long round, so that the faster actors take more of them
+        if self._costs.is_fitted:  # of a long round, so that the faster actors take more of them
             pieces = np.clip(costs.sum() / actors / PIECE, 1, PIECES)
         return self._assign(chunks, actors * round(pieces), costs)
 
@@ -193,8 +195,8 @@ class ActorPool:
             calls.append(_Call(index, (work, list(chunks)), rows(chunks), home))
         for index, result in self._results("train", broadcast, calls):
             if not self.per_client:
-                self._costs.took(assignments[index], result.seconds)
-            yield index, result.copied()
+                self._costs.record(assignments[index], result.seconds)
+            yield index, result.copy_arrays()
 
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         count = len(clients) if self.per_client else min(len(clients), max(1, self.healthy))
@@ -205,65 +207,67 @@ class ActorPool:
         losses = dict(self._results("losses", model, calls))
         return np.concatenate([losses[index] for index in range(len(calls))])
 
-    def evaluate(self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]) -> list[Scored]:
+    def evaluate(
+        self, model: np.ndarray, t: int, client_parameters: Mapping[int, np.ndarray]
+    ) -> list[BatchScores]:
         """See `Pool.evaluate`. Each actor takes consecutive batches."""
         batches = np.arange(next(iter(self._facts.values())).batches)
         parts = np.array_split(batches, max(1, self.healthy))
-        stored = ray.put(own)
+        own_ref = ray.put(client_parameters)
         calls = [
-            _Call(index, (t, part.tolist(), stored), len(part), None)
+            _Call(index, (t, part.tolist(), own_ref), len(part), None)
             for index, part in enumerate(filter(len, parts))
         ]
-        scored = dict(self._results("evaluate", model, calls))
-        return [score for index in sorted(scored) for score in scored[index]]
+        call_scores = dict(self._results("evaluate", model, calls))
+        return [score for index in sorted(call_scores) for score in call_scores[index]]
 
     def _results(
-        self, method: str, shared: Any, calls: Sequence[_Call]
+        self, method: str, first_argument: Any, calls: Sequence[_Call]
     ) -> Iterator[tuple[int, Any]]:
-        """(index, result) of each call as they arrive; all have `shared` as first argument."""
-        stored = ray.put(shared)
-        waiting = deque(calls)
+        """(index, result) of each call as they arrive; `first_argument` is common to all calls."""
+        argument_ref = ray.put(first_argument)
+        queued_calls = deque(calls)
         self._deaths.clear()
         patience = self._patience[method]
-        flying: dict[Any, _Call] = {}  # the calls under way, by future
-        while waiting or flying:
-            while waiting and (len(flying) < IN_FLIGHT or not self.per_client):
-                actor = self._idle(waiting[0].home, flying)
+        futures: dict[Any, _Call] = {}  # the calls under way, by future
+        while queued_calls or futures:
+            while queued_calls and (len(futures) < IN_FLIGHT or not self.per_client):
+                actor = self._idle_actor(queued_calls[0].home, futures)
                 if actor is None:
                     break
-                call = waiting.popleft()
-                future = getattr(self._actors[actor], method).remote(stored, *call.arguments)
+                call = queued_calls.popleft()
+                future = getattr(self._actors[actor], method).remote(argument_ref, *call.arguments)
                 call.actor = actor
-                call.began = time.monotonic()
-                call.patience = patience.seconds(call.cost, len(call.late))
-                call.until = call.began + call.patience
-                flying[future] = call
-            done = self._wait(flying)
-            if done in flying:
-                call = flying.pop(done)
-                result = self._result(done, call.actor, call.index)
+                call.start_time = time.monotonic()
+                call.patience = patience.seconds(call.cost, len(call.timeout_clients))
+                call.deadline = call.start_time + call.patience
+                futures[future] = call
+            ready_future = self._wait(futures)
+            if ready_future in futures:
+                call = futures.pop(ready_future)
+                result = self._result(ready_future, call.actor, call.index)
                 if result is None:
-                    waiting.appendleft(call)
+                    queued_calls.appendleft(call)
                 else:
-                    patience.took(time.monotonic() - call.began, call.cost)
+                    patience.record_call(time.monotonic() - call.start_time, call.cost)
                     yield call.index, result
-            elif done is not None:
-                self._started(done)
-            now = time.monotonic()
-            for future in [future for future, call in flying.items() if now > call.until]:
-                if self._given_up(flying[future], patience, method):
-                    waiting.appendleft(flying.pop(future))
+            elif ready_future is not None:
+                self._register_actor(ready_future)
+            moment = time.monotonic()
+            for future in [future for future, call in futures.items() if moment > call.deadline]:
+                if self._handle_timeout(futures[future], patience, method):
+                    queued_calls.appendleft(futures.pop(future))
 
-    def _started(self, future: Any) -> None:
+    def _register_actor(self, future: Any) -> None:
         """Takes an actor into the pool that was started, and now answers."""
-        actor = self._starting.pop(future)
+        actor = self._start_calls.pop(future)
         facts: Started | None = self._result(future, actor, f"actor {actor}")
         if facts:
-            self._check_alike(facts)
+            self._check_same_gpu(facts)
             self._facts[actor] = facts
-        self._more()
+        self._start_missing()
 
-    def _check_alike(self, facts: Started) -> None:
+    def _check_same_gpu(self, facts: Started) -> None:
         """Raises `RunError` for an actor with another GPU than those before it."""
         for other in self._facts.values():
             if other.gpu != facts.gpu:
@@ -273,29 +277,29 @@ class ActorPool:
                     "bits; use nodes of one kind"
                 )
 
-    def _wait(self, flying: Mapping[Any, _Call]) -> Any:
+    def _wait(self, futures: Mapping[Any, _Call]) -> Any:
         """A future that is done, of calls or of an actor that starts; None: a call is late."""
         timeout = START_SECONDS
-        if flying:
-            first = min(call.until for call in flying.values())
-            timeout = max(0.0, first - time.monotonic()) + 0.01
-        done, _ = ray.wait([*flying, *self._starting], num_returns=1, timeout=timeout)
-        if done:
-            return done[0]
-        if not flying:
+        if futures:
+            first_deadline = min(call.deadline for call in futures.values())
+            timeout = max(0.0, first_deadline - time.monotonic()) + 0.01
+        ready_futures, _ = ray.wait([*futures, *self._start_calls], num_returns=1, timeout=timeout)
+        if ready_futures:
+            return ready_futures[0]
+        if not futures:
             raise RunError(
                 f"client actors died, and for {START_SECONDS:.0f} s no node has had room for "
                 "others in their place; go on with --resume"
             )
         return None
 
-    def _result(self, future: Any, actor: int, of: Any) -> Any:
+    def _result(self, future: Any, actor: int, death_key: Any) -> Any:
         """The result of a call that is done; None if its actor is dead, which is replaced then."""
         try:
             return ray.get(future)
         except LOST as error:
-            self._deaths[of] += 1
-            if self._deaths[of] > DEATHS:
+            self._deaths[death_key] += 1
+            if self._deaths[death_key] > DEATHS:
                 text = message(error)
                 if isinstance(error, OutOfMemoryError) or "memory" in text.lower():
                     remedy = (
@@ -304,35 +308,38 @@ class ActorPool:
                     text = f"killed for memory; use {remedy} ({text})"
                 raise RunError(f"client actors keep dying: {text}") from None
         except RayTaskError as error:
-            reason = raised(error, "a client actor failed")
-            self._deaths[of] += 1
-            if not isinstance(reason, DeviceLost) or self._deaths[of] >= ATTEMPTS:
+            reason = unwrap_error(error, "a client actor failed")
+            self._deaths[death_key] += 1
+            if not isinstance(reason, DeviceLost) or self._deaths[death_key] >= ATTEMPTS:
                 raise reason from None  # else its process cannot use its GPU any more
         self._replace(actor)
         return None
 
-    def _given_up(self, call: _Call, patience: Patience, method: str) -> bool:
+    def _handle_timeout(self, call: _Call, patience: Patience, method: str) -> bool:
         """Whether a late call's actor was replaced; `RunError` for one late too often."""
-        busy, client = _look(self._facts.get(call.actor), 0.0 if patience.certain else WATCH)
+        seconds = 0.0 if patience.certain else WATCH
+        busy, client = _query_activity(self._facts.get(call.actor), seconds)
         if busy and not patience.certain:
-            call.until = time.monotonic() + call.patience
+            call.deadline = time.monotonic() + call.patience
             return False
-        call.late += (f"client {client}" if client >= 0 else "no client",)
-        if len(call.late) >= ATTEMPTS:
-            what = METHODS[method].format(where=", ".join(dict.fromkeys(call.late)))
+        call.timeout_clients += (f"client {client}" if client >= 0 else "no client",)
+        if len(call.timeout_clients) >= ATTEMPTS:
+            activity = METHODS[method].format(where=", ".join(dict.fromkeys(call.timeout_clients)))
             raise RunError(
-                f"{what} did not end within {call.patience:.3g} s, on {ATTEMPTS} actors "
+                f"{activity} did not end within {call.patience:.3g} s, on {ATTEMPTS} actors "
                 f"one after another; model.kind {self._kind} hangs there, or "
                 "client.timeout is to be higher"
             )
         self._replace(call.actor)
         return True
 
-    def _idle(self, home: int | None, flying: Mapping[Any, _Call]) -> int | None:
+    def _idle_actor(self, home: int | None, futures: Mapping[Any, _Call]) -> int | None:
         """The actor of this home, or any, that is up and not at work."""
-        busy = {*self._starting.values(), *(call.actor for call in flying.values())}
+        busy_actors = {*self._start_calls.values(), *(call.actor for call in futures.values())}
         actors = self._actors if home is None else [home]
-        return next((one for one in actors if one in self._actors and one not in busy), None)
+        return next(
+            (actor for actor in actors if actor in self._actors and actor not in busy_actors), None
+        )
 
     def _replace(self, actor: int) -> None:
         self.replaced += actor in self._facts  # others had not come up yet
@@ -344,25 +351,25 @@ class ActorPool:
             ray.kill(actor)
 
 
-def _look(facts: Started | None, seconds: float) -> tuple[bool, int]:
+def _query_activity(facts: Started | None, seconds: float) -> tuple[bool, int]:
     """Whether an actor takes CPU time, and the client in training there (-1: none known)."""
     with suppress(RayError):
         if facts is not None:
-            look = on_node(_seen, facts.node, max_retries=0)
+            look = pin_to_node(_process_activity, facts.node, max_retries=0)
             return ray.get(look.remote(facts.pid, facts.progress, seconds), timeout=START_SECONDS)
     return False, -1
 
 
-def _seen(pid: int, progress: str, seconds: float) -> tuple[bool, int]:
-    """Of a process of this node: see `_look`. Ray's own threads take about 1 % of a core."""
+def _process_activity(pid: int, progress: str, seconds: float) -> tuple[bool, int]:
+    """As `_query_activity`, for a local process. Ray's own threads take about 1 % of a core."""
     client, busy = -1, False
     with suppress(OSError, psutil.Error):
         if progress:
             client = int.from_bytes(Path(progress).read_bytes(), sys.byteorder, signed=True)
         process = psutil.Process(pid)
         processes = [process, *process.children(recursive=True)]
-        before = sum(sum(process.cpu_times()[:2]) for process in processes)
+        start_cpu_time = sum(sum(process.cpu_times()[:2]) for process in processes)
         time.sleep(seconds)
-        taken = sum(sum(process.cpu_times()[:2]) for process in processes) - before
-        busy = taken > 0.02 * seconds
+        cpu_seconds = sum(sum(process.cpu_times()[:2]) for process in processes) - start_cpu_time
+        busy = cpu_seconds > 0.02 * seconds
     return busy, client

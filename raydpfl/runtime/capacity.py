@@ -34,14 +34,14 @@ def capacity(num_cpus: float, num_gpus: float, nodes: Sequence[Mapping[str, floa
     return total
 
 
-def wanted(
+def actor_count(
     client: Client,
     population: int,
-    most_chunks: int,
+    max_chunks: int,
     nodes: Sequence[dict[str, float]],
     elastic: bool,
     d: int = 0,
-    left: Mapping[str, float] | None = None,
+    available_resources: Mapping[str, float] | None = None,
     inline: bool = False,
 ) -> int:
     """How many actors to start. Raises `ConfigError` where they do not fit.
@@ -49,28 +49,28 @@ def wanted(
     Args:
         client: how many are asked for, and the resources of each.
         population: clients of the run.
-        most_chunks: chunks of a round, so many actors at most have work.
+        max_chunks: chunks of a round, so many actors at most have work.
         nodes: the resources of each node.
         elastic: whether Ray is started here for this run, which then sets the logical CPUs: only
             memory limits an explicit count. On a shared cluster Ray's resources do.
         d: parameters of the model.
-        left: the resources that other runs have left of all nodes, which `auto` fills; None: all.
+        available_resources: what other runs have left of all nodes, which `auto` fills; None: all.
         inline: whether `auto` may also run in the caller's process, so that no place need be left.
     """
     num_cpus, num_gpus = client.num_cpus, client.num_gpus
     _check_sizes(num_cpus, num_gpus, nodes)
-    fitting, megabytes = _fit(d) if elastic else (sys.maxsize, 0.0)
+    memory_slots, megabytes = _fit(d) if elastic else (sys.maxsize, 0.0)
     if client.actors == "auto":
-        slots = min(_slots(num_cpus, num_gpus, nodes, left, inline), fitting)
-        return max(1, min(slots, most_chunks))
+        slots = min(_slots(num_cpus, num_gpus, nodes, available_resources, inline), memory_slots)
+        return max(1, min(slots, max_chunks))
     count = population if client.actors == "per-client" else int(client.actors)
-    held = min(capacity(0 if elastic else num_cpus, num_gpus, nodes), fitting)
-    if count > held:
+    max_actors = min(capacity(0 if elastic else num_cpus, num_gpus, nodes), memory_slots)
+    if count > max_actors:
         size = f"of {num_cpus:g} CPU and {num_gpus:g} GPU, which the cluster holds, or lower "
         size += "client.num_cpus"
         if elastic:
             size = f"fit here ({megabytes:.0f} MB of memory each)"
-        expected = f"at most {held} actors {size}; {count} are asked for"
+        expected = f"at most {max_actors} actors {size}; {count} are asked for"
         raise ConfigError("client.actors", client.actors, expected)
     return count
 
@@ -92,16 +92,16 @@ def _check_sizes(num_cpus: float, num_gpus: float, nodes: Sequence[dict[str, flo
         gpus = sum(node.get("GPU", 0) for node in nodes)
         expected = f"at most what one node has; the machine has {gpus:g} GPUs"
         raise ConfigError("client.num_gpus", num_gpus, expected)
-    most = max(node.get("CPU", 0) for node in nodes)
-    if num_cpus > most:
-        raise ConfigError("client.num_cpus", num_cpus, f"at most the {most:g} CPUs of one node")
+    max_cpus = max(node.get("CPU", 0) for node in nodes)
+    if num_cpus > max_cpus:
+        raise ConfigError("client.num_cpus", num_cpus, f"at most the {max_cpus:g} CPUs of one node")
 
 
 def _slots(
     num_cpus: float,
     num_gpus: float,
     nodes: Sequence[dict[str, float]],
-    left: Mapping[str, float] | None,
+    available_resources: Mapping[str, float] | None,
     inline: bool,
 ) -> int:
     """How many actors fill what is left of the nodes. Raises `ConfigError`."""
@@ -112,8 +112,8 @@ def _slots(
     if slots == 0:
         needs = f"smaller actors: one takes {num_cpus:g} CPU and {num_gpus:g} GPU"
         raise ConfigError("client.actors", "auto", f"{needs}, which no node has")
-    if left is not None:
-        slots = min(slots, capacity(num_cpus, num_gpus, [left]))
+    if available_resources is not None:
+        slots = min(slots, capacity(num_cpus, num_gpus, [available_resources]))
     if slots == 0 and not inline:
         expected = "a number, which waits for its place: other runs have all that the cluster has, "
         expected += "and auto fills what they leave"

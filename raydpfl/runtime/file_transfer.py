@@ -22,18 +22,18 @@ import numpy as np
 
 from raydpfl.data import Data, prepare
 from raydpfl.errors import ConfigError, FileError, RunError
-from raydpfl.runtime.session import on_node
+from raydpfl.runtime.session import pin_to_node
 from raydpfl.storage.files import (
     SEAL,
     cache_root,
     check,
     digest,
+    folder_lock,
     foreign,
-    holding,
+    is_intact,
     make,
     put,
     read_json,
-    whole,
 )
 
 PIECE = 16 << 20  # bytes
@@ -41,7 +41,7 @@ AHEAD = 4  # pieces in transfer while one is written
 RATE = 10e6  # bytes per second that a network has at least
 
 
-def prepared(folder: str, node: str) -> Path:
+def fetch_folder(folder: str, node: str) -> Path:
     """The folder of prepared data (`raydpfl.storage.files.put`) that `node` (Ray's id) has at this
     path, on this node: that very folder, or a copy in this node's cache. Raises `ConfigError` where
     the cache has no room, `FileError` where it did not arrive as it is there.
@@ -53,8 +53,8 @@ def prepared(folder: str, node: str) -> Path:
     return _copy(source, target, node, lambda: _call(node, _sealed_files, folder))
 
 
-def file(path: str, node: str) -> Path:
-    """As `prepared`, for one file."""
+def fetch_file(path: str, node: str) -> Path:
+    """As `fetch_folder`, for one file."""
     source = Path(path)
     if source.is_file():
         return source
@@ -75,7 +75,7 @@ class RemotePreparation:
 
     def __call__(self, data: Data, seed: int, root: Path | None, validation: Any) -> Path:
         folder = _call(self.node, _prepare, pickle.dumps((data, seed, validation)), self)
-        return prepared(folder, self.node)
+        return fetch_folder(folder, self.node)
 
 
 Files = dict[str, tuple[int, str]]  # by name: bytes, and the digest
@@ -85,25 +85,25 @@ def _copy(source: Path, target: Path, node: str, files: Callable[[], Files]) -> 
     """Copies files of a folder of another node to one of the cache, unless it is there."""
     lock = cache_root() / "arriving" / target.name
     make(lock)
-    with holding(lock):
-        if not whole(target):
+    with folder_lock(lock):
+        if not is_intact(target):
             put(target, lambda scratch: _fetch(files(), node, source, scratch))
     return target
 
 
 def _fetch(files: Files, node: str, source: Path, scratch: Path) -> None:
-    needed = sum(size for size, _ in files.values())
-    free = shutil.disk_usage(scratch).free
-    if needed > free:
-        expected = f"a folder with {needed / 1e6:,.1f} MB free; this one has {free / 1e6:,.1f}"
+    need = sum(size for size, _ in files.values())
+    room = shutil.disk_usage(scratch).free
+    if need > room:
+        expected = f"a folder with {need / 1e6:,.1f} MB free; this one has {room / 1e6:,.1f}"
         raise ConfigError("RAYDPFL_CACHE", str(cache_root()), expected)
     for name, (size, sha256) in files.items():
-        arrived = hashlib.sha256()
-        with open(scratch / name, "wb") as written:
+        hasher = hashlib.sha256()
+        with open(scratch / name, "wb") as target_file:
             for piece in _pieces(str(source / name), size, node):
-                written.write(piece.data)
-                arrived.update(piece.data)
-        if arrived.hexdigest() != sha256:
+                target_file.write(piece.data)
+                hasher.update(piece.data)
+        if hasher.hexdigest() != sha256:
             raise FileError(f"{name} did not arrive as it is in {source} on another node")
 
 
@@ -111,7 +111,7 @@ def _pieces(path: str, size: int, node: str) -> Iterator[np.ndarray]:
     """A file of another node, in order."""
     transfers: deque[Any] = deque()
     for start in range(0, size, PIECE):
-        transfers.append(on_node(_piece, node).remote(path, start, PIECE))
+        transfers.append(pin_to_node(_piece, node).remote(path, start, PIECE))
         if len(transfers) > AHEAD:
             yield _result(transfers.popleft())
     while transfers:
@@ -119,7 +119,7 @@ def _pieces(path: str, size: int, node: str) -> Iterator[np.ndarray]:
 
 
 def _call(node: str, function: Callable, *arguments: Any) -> Any:
-    return _result(on_node(function, node).remote(*arguments))
+    return _result(pin_to_node(function, node).remote(*arguments))
 
 
 def _result(future: Any) -> Any:
@@ -138,11 +138,11 @@ def _result(future: Any) -> Any:
 # --- on the node that has them ---
 
 
-def _prepare(pickled: bytes, remote: RemotePreparation) -> str:
+def _prepare(pickled_arguments: bytes, remote: RemotePreparation) -> str:
     with suppress(OSError):
         os.chdir(remote.home)
     sys.path.extend(entry for entry in remote.path if entry not in sys.path)
-    data, seed, validation = pickle.loads(pickled)
+    data, seed, validation = pickle.loads(pickled_arguments)
     return str(prepare(data, seed, Path(remote.root), Path(remote.cache), validation))
 
 

@@ -31,9 +31,16 @@ import torch
 
 from raydpfl.core import device, signals
 from raydpfl.core.hardware import cores, threads
-from raydpfl.errors import ConfigError, RunError, contained, message, traceback_text
-from raydpfl.runtime.capacity import wanted
-from raydpfl.runtime.session import LOOK, Session, at_work, free, on_node, raised
+from raydpfl.errors import ConfigError, RunError, message, traceback_text, wrap_user_errors
+from raydpfl.runtime.capacity import actor_count
+from raydpfl.runtime.session import (
+    LOOK,
+    Session,
+    count_client_actors,
+    free_resources,
+    pin_to_node,
+    unwrap_error,
+)
 from raydpfl.sections import Client
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
@@ -86,7 +93,7 @@ class Launcher:
             self._group = sys.modules["ray"].util.get_current_placement_group()
         else:
             self._elastic = True
-            wanted(client, 1, 1, self._nodes(), True)  # refused before the data are touched
+            actor_count(client, 1, 1, self._nodes(), True)  # refused before the data are touched
 
     def __enter__(self) -> Launcher:
         return self
@@ -123,28 +130,28 @@ class Launcher:
                 raise ConfigError("client.num_gpus", client.num_gpus, expected)
             plan = replace(plan, platform={**plan.platform, **facts})
         auto = client.actors == "auto"
-        here = auto and not (self._address or self._group or client.num_gpus)
+        inline = auto and not (self._address or self._group or client.num_gpus)
         nodes = self._nodes()
-        left = None
+        resources = None
         if auto and self._elastic:
-            left = {**nodes[0], "CPU": max(1.0, nodes[0]["CPU"] - at_work())}
+            resources = {**nodes[0], "CPU": max(1.0, nodes[0]["CPU"] - count_client_actors())}
         elif auto and not self._group:
-            left = free()
+            resources = free_resources()
         assert isinstance(client.chunk, int)  # `auto` is resolved
         chunks = max(1, round(plan.cohort / client.chunk))
         run = (len(plan.population), chunks, nodes, self._elastic, plan.d)
-        self._count = wanted(client, *run, left, here)
-        if not here:
+        self._count = actor_count(client, *run, resources, inline)
+        if not inline:
             return plan
-        self._reason = self._why_here(plan)
+        self._reason = self._inline_reason(plan)
         if self._reason:
             self._count = 0
-        why = f": {self._reason}" if self._reason else ""
-        log.info("client.actors: auto is %d%s", self._count, why)
+        reason_text = f": {self._reason}" if self._reason else ""
+        log.info("client.actors: auto is %d%s", self._count, reason_text)
         client = client.model_copy(update={"actors": self._count})
         return replace(plan, experiment=plan.experiment.model_copy(update={"client": client}))
 
-    def _why_here(self, plan: Plan) -> str | None:
+    def _inline_reason(self, plan: Plan) -> str | None:
         """Why `auto` runs in this process; None: it takes client actors."""
         speed = threads() if BACKENDS[plan.experiment.client.backend].threads else 1
         if self._count <= speed:
@@ -171,14 +178,14 @@ class Launcher:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        where = PlacementGroupSchedulingStrategy(self._group) if self._group else "DEFAULT"
-        options = {"num_cpus": 0, "num_gpus": gpus, "scheduling_strategy": where}
+        strategy = PlacementGroupSchedulingStrategy(self._group) if self._group else "DEFAULT"
+        options = {"num_cpus": 0, "num_gpus": gpus, "scheduling_strategy": strategy}
         call = ray.remote(device.facts).options(**options).remote(gpus)
-        until = time.monotonic() + GPU_WAIT
+        deadline = time.monotonic() + GPU_WAIT
         while not ray.wait([call], timeout=TICK)[0]:
             signals.check()
             self.check()
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 ray.cancel(call, force=True)
                 raise RunError(f"for {GPU_WAIT:.0f} s no node has had {gpus:g} of a GPU free")
         return ray.get(call)
@@ -189,13 +196,13 @@ class Launcher:
         out: str,
         resume: bool,
         fresh_noise: bool,
-        on_stage: Callable[[str], object] = lambda what: None,
+        on_stage: Callable[[str], object] = lambda text: None,
     ) -> Call:
         """`call(method, *arguments)` on the coordinator, which is started: an actor on this node,
         or a plain object in this process. `on_stage` is given what is done meanwhile, in words.
         """
-        with contained():
-            pool = self._started(plan, on_stage) if self._count else None
+        with wrap_user_errors():
+            pool = self._start_pool(plan, on_stage) if self._count else None
             if pool is None or self._group:
                 coordinator = Coordinator(plan, out, pool, resume, fresh_noise)
                 call = partial(_inline, coordinator)
@@ -211,32 +218,32 @@ class Launcher:
                 log.warning(warning)
             return self._remote
 
-    def _started(self, plan: Plan, on_stage: Callable[[str], object]) -> ActorPool:
+    def _start_pool(self, plan: Plan, on_stage: Callable[[str], object]) -> ActorPool:
         """The client actors, once all of them can work."""
         count = self._count
         if self._elastic:
             on_stage(STARTING)
             # one more than the clients take: Ray starts as many processes at once as it has CPUs,
             # and the coordinator's is among them
-            logical = max(cores(), math.ceil(count * plan.experiment.client.num_cpus)) + 1
-            self._session = Session("local", num_cpus=logical)
+            logical_cpus = max(cores(), math.ceil(count * plan.experiment.client.num_cpus)) + 1
+            self._session = Session("local", num_cpus=logical_cpus)
         import ray
 
         from raydpfl.runtime.actor_pool import ActorPool
 
         if not self._group:
             node = ray.get_runtime_context().get_node_id()
-            self._host = on_node(CoordinatorActor, node, max_restarts=0).remote()
+            self._host = pin_to_node(CoordinatorActor, node, max_restarts=0).remote()
         pool = self._pool = ActorPool(plan.experiment, str(plan.shards), count, plan.platform)
-        started = -1
+        healthy_actors = -1
 
         def check() -> None:
-            nonlocal started
+            nonlocal healthy_actors
             signals.check()
             self.check()
-            if pool.healthy != started:
-                started = pool.healthy
-                on_stage(f"{started} of {count} client actors started")
+            if pool.healthy != healthy_actors:
+                healthy_actors = pool.healthy
+                on_stage(f"{healthy_actors} of {count} client actors started")
 
         pool.wait_until_up(check)
         return pool
@@ -246,12 +253,12 @@ class Launcher:
         import ray
 
         try:
-            waiting = getattr(self._host, method).remote(*arguments)
-            while not ray.wait([waiting], timeout=LOOK)[0]:
+            future = getattr(self._host, method).remote(*arguments)
+            while not ray.wait([future], timeout=LOOK)[0]:
                 self.check()
-            return ray.get(waiting)
+            return ray.get(future)
         except ray.exceptions.RayTaskError as error:
-            raise raised(error, "the coordinator failed") from None
+            raise unwrap_error(error, "the coordinator failed") from None
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             self.check()
             raise RunError(f"the coordinator died: {message(error)}; go on with --resume") from None
@@ -264,7 +271,7 @@ class Launcher:
 def _inline(coordinator: Coordinator, method: str, *arguments: Any) -> Any:
     """Calls a method of a coordinator in this process."""
     try:
-        with contained(f"round {coordinator.state.t}" if method == "round" else ""):
+        with wrap_user_errors(f"round {coordinator.state.t}" if method == "round" else ""):
             return getattr(coordinator, method)(*arguments)
     except (RunError, ConfigError, MemoryError, OSError):
         raise
@@ -291,11 +298,11 @@ class CoordinatorActor(Coordinator):
         search(path)
         tune_allocator()
         super().__init__(pickle.loads(plan), out, pool, resume, fresh_noise)
-        with contained():
+        with wrap_user_errors():
             return self.start()
 
     def round(self) -> dict[str, Any]:
-        with contained(f"round {self.state.t}"):
+        with wrap_user_errors(f"round {self.state.t}"):
             return super().round()
 
 

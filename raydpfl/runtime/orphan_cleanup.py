@@ -17,7 +17,7 @@ MARK = "RAYDPFL_STARTED_BY"
 PATIENCE = 10.0  # seconds in which all marked processes are to be gone
 
 
-def marked(mark: str) -> list[psutil.Process]:
+def marked_processes(mark: str) -> list[psutil.Process]:
     """The other processes whose environment has this mark."""
     processes = []
     for process in psutil.process_iter():
@@ -29,8 +29,8 @@ def marked(mark: str) -> list[psutil.Process]:
 
 def kill(mark: str) -> None:
     """Kills all marked processes, and those that they have started meanwhile."""
-    until = time.monotonic() + PATIENCE
-    while (processes := marked(mark)) and time.monotonic() < until:
+    deadline = time.monotonic() + PATIENCE
+    while (processes := marked_processes(mark)) and time.monotonic() < deadline:
         for process in processes:
             with suppress(psutil.Error):
                 process.kill()

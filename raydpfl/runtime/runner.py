@@ -24,7 +24,7 @@ from raydpfl import storage, tracking
 from raydpfl.core import device, signals
 from raydpfl.core.hardware import peak_rss_mb, single_blas
 from raydpfl.data import Shards, prepare
-from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, contained
+from raydpfl.errors import BudgetError, ConfigError, FileError, RunError, wrap_user_errors
 from raydpfl.experiment import Experiment
 from raydpfl.models import metric_columns
 from raydpfl.privacy import Guarantee
@@ -34,8 +34,8 @@ from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.provenance import versions
 from raydpfl.simulation.resolution import resolve
 from raydpfl.simulation.resume import check_repeatable, check_same_run
-from raydpfl.simulation.user_code import KEPT, store_code
-from raydpfl.storage.files import LOCK, holding
+from raydpfl.simulation.user_code import CODE_FOLDER, store_code
+from raydpfl.storage.files import LOCK, folder_lock
 from raydpfl.storage.run_files import make_folder, replace_file, write_json
 from raydpfl.storage.tables import read_log
 from raydpfl.tracking import Tracked
@@ -75,7 +75,7 @@ def run(
     fresh_noise: bool = False,
     data_root: str | Path | None = None,
     address: str | None = None,
-    on_stage: Callable[[str], object] = lambda what: None,
+    on_stage: Callable[[str], object] = lambda text: None,
     on_start: Callable[[Plan], object] = lambda plan: None,
     on_rows: Callable[[list[dict]], object] = lambda rows: None,
     on_measure: Callable[[int, int], object] = lambda done, of: None,
@@ -101,36 +101,40 @@ def run(
     """
     place = out if out is not None else storage.new("run")
     root = Path(data_root) if data_root else None
-    with signals.handled(), storage.at(place) as folder:
+    with signals.handle_signals(), storage.at(place) as folder:
         _check_folder(folder, resume, fresh_noise)
-        with single_blas(), Launcher(experiment.client, address) as launcher, _leaving(on_stage):
+        with (
+            single_blas(),
+            Launcher(experiment.client, address) as launcher,
+            _report_interrupt(on_stage),
+        ):
             on_stage(PREPARING)
-            with contained():
+            with wrap_user_errors():
                 plan = resolve(experiment, root, prepare)
                 plan.check_guarantees()
             if resume:
                 check_same_run(plan.experiment, folder)
                 check_repeatable(plan.experiment, fresh_noise)
-            tracking.installed(plan.experiment.track)
+            tracking.check_installed(plan.experiment.track)
             plan = launcher.decide(plan)
             signals.check()
-            with _taken(folder, resume):
+            with _take_folder(folder, resume):
                 config = plan.experiment.to_yaml().encode()
                 replace_file(folder / "config.yaml", lambda file: file.write(config))
                 store_code([plan.experiment], folder, fresh_noise)
                 on_start(plan)
-                began = time.monotonic()
+                start_time = time.monotonic()
                 call = launcher.coordinator(plan, str(folder), resume, fresh_noise, on_stage)
                 on_stage(FIRST)
-                drive = _Drive(call, plan, folder, began, launcher.summary())
+                drive = _Drive(call, plan, folder, start_time, launcher.summary())
                 drive.carry_out(fresh_noise, on_rows)
                 drive.measure_after(on_measure)
             signals.check()
-        return drive.result(storage.named(place))
+        return drive.result(storage.location(place))
 
 
 @contextmanager
-def _leaving(on_stage: Callable[[str], object]) -> Iterator[None]:
+def _report_interrupt(on_stage: Callable[[str], object]) -> Iterator[None]:
     """Reports an interrupt, after which a Ray that comes up is waited for."""
     try:
         yield
@@ -146,44 +150,45 @@ def _check_folder(folder: Path, resume: bool, fresh_noise: bool) -> None:
     if not folder.exists():
         return
     # what a kill leaves of a run that had not begun
-    left = (".config.yaml", LOCK)
-    empty = folder.is_dir() and all(file.name.startswith(left) for file in folder.iterdir())
-    if not empty and not (resume and folder.is_dir()):
+    prefixes = (".config.yaml", LOCK)
+    is_empty = folder.is_dir() and all(file.name.startswith(prefixes) for file in folder.iterdir())
+    if not is_empty and not (resume and folder.is_dir()):
         expected = "a new or empty directory, or --resume to go on with the run in it"
         raise ConfigError("--out", str(folder), expected)
 
 
 @contextmanager
-def _taken(folder: Path, resume: bool) -> Iterator[None]:
+def _take_folder(folder: Path, resume: bool) -> Iterator[None]:
     """Holds the run directory, which is made, and restores threads and GPU settings."""
-    created = not folder.exists()
+    is_new = not folder.exists()
     make_folder(folder)
     threads = torch.get_num_threads()
     try:
-        with alone(folder), _undone(folder, created, resume), device.restored():
+        with hold_folder(folder), _clean_up(folder, is_new, resume), device.preserve_settings():
             yield
     finally:
         torch.set_num_threads(threads)
 
 
 @contextmanager
-def _undone(folder: Path, created: bool, resume: bool) -> Iterator[None]:
-    """Of a fresh run that ends before it has recorded or saved anything, as by Ctrl-C while it
-    starts, nothing is left, so that it can be asked for again; the directory too if it was made.
+def _clean_up(folder: Path, is_new: bool, resume: bool) -> Iterator[None]:
+    """Removes what a fresh run leaves that ends before it has recorded or saved anything, as by
+    Ctrl-C while it starts, so that it can be asked for again; a new directory is removed too.
     """
     try:
         yield
     except BaseException as error:
-        saved = {path.name for path in folder.glob("checkpoints/round-*")} - {"round-00000000.npz"}
-        ended = [
+        checkpoints = {path.name for path in folder.glob("checkpoints/round-*")}
+        checkpoints.discard("round-00000000.npz")
+        record_files = [
             name for name in ("ledger.jsonl", "summary.json") if os.path.lexists(folder / name)
         ]
-        if not resume and not saved and not ended:
-            for name in ("tensorboard", "checkpoints", KEPT):
+        if not resume and not checkpoints and not record_files:
+            for name in ("tensorboard", "checkpoints", CODE_FOLDER):
                 shutil.rmtree(folder / name, ignore_errors=True)
             for name in (*WRITTEN, FILE, LOCK):
                 (folder / name).unlink(missing_ok=True)
-            if created:
+            if is_new:
                 with suppress(OSError):  # something else is in it by now
                     folder.rmdir()
         elif isinstance(error, FileError):
@@ -192,14 +197,14 @@ def _undone(folder: Path, created: bool, resume: bool) -> Iterator[None]:
 
 
 @contextmanager
-def alone(folder: Path, patience: float = 1.0) -> Iterator[None]:
+def hold_folder(folder: Path, patience: float = 1.0) -> Iterator[None]:
     """Holds the run directory, so that no two runs write to it; a killed run holds it no longer
     (waits `patience` seconds: a process that it was forking holds it until it is another program).
     Raises `ConfigError` when another run holds it, or it cannot be held.
     """
     with ExitStack() as stack:
         try:
-            stack.enter_context(holding(folder, patience))
+            stack.enter_context(folder_lock(folder, patience))
         except Timeout:
             expected = "a directory that no other run is writing to"
             raise ConfigError("--out", str(folder), expected) from None
@@ -218,7 +223,7 @@ class _Drive:
     call: Call  # calls a method of the coordinator
     plan: Plan
     folder: Path
-    began: float  # `time.monotonic`
+    start_time: float  # `time.monotonic`
     ray: Mapping[str, Any]  # what the summary says of Ray
     status: str = "completed"
     failure: BaseException | None = None  # what has ended it early
@@ -226,39 +231,40 @@ class _Drive:
 
     def carry_out(self, fresh_noise: bool, on_rows: Callable[[list[dict]], object]) -> None:
         """Does the rounds that are left, and writes the results; raises what ended it early."""
-        done = self.call("position")
+        t = self.call("position")
         self.summary: dict[str, Any] = {}
         # the measures that are computed once all rounds are done
-        self.lasting = [probe.kind for probe in self.plan.experiment.measure if probe.lasting]
-        sending = _senders(self.plan, self.folder, done, fresh_noise)
+        probes = self.plan.experiment.measure
+        self.final_measures = [probe.kind for probe in probes if probe.has_summary]
+        senders = _senders(self.plan, self.folder, t, fresh_noise)
         try:
-            with signals.deferred():
-                whole = self._rounds(done, sending, on_rows)
+            with signals.defer_signals():
+                whole = self._rounds(t, senders, on_rows)
                 self._summarise(whole)
         finally:
-            for sender in sending:
+            for sender in senders:
                 sender.close(self.summary, RUSHED if signals.asked() else PATIENCE)
         if self.status != "completed":
-            self.lasting = []
+            self.final_measures = []
         if self.failure and self.status != "budget":
             raise self.failure
 
     def _rounds(
-        self, done: int, sending: Sequence[Sender], on_rows: Callable[[list[dict]], object]
+        self, t: int, senders: Sequence[Sender], on_rows: Callable[[list[dict]], object]
     ) -> bool:
-        """Does the rounds that are left after `done`; whether the last one is whole."""
+        """Does the rounds from `t` on; whether the last one is whole."""
         rounds = self.plan.experiment.rounds
-        enough = False
+        is_stopped = False
         try:
-            self.reason = self.call("over")
-            while done < rounds and not (signals.asked() or enough or self.reason):
-                with contained():
+            self.reason = self.call("stop_reason")
+            while t < rounds and not (signals.asked() or is_stopped or self.reason):
+                with wrap_user_errors():
                     row = self.call("round")
-                done += 1
-                for sender in sending:
+                t += 1
+                for sender in senders:
                     sender.put(row)
-                enough = on_rows([row]) is True
-                self.reason = self.call("over") if metric_columns.evaluated(row) else None
+                is_stopped = on_rows([row]) is True
+                self.reason = self.call("stop_reason") if metric_columns.is_evaluated(row) else None
         except BudgetError as error:
             self.status, self.failure = "budget", error
         except Exception as error:
@@ -266,7 +272,7 @@ class _Drive:
             self.failure = FileError(str(error)) if isinstance(error, OSError) else error
             return False
         else:
-            if done < rounds and not self.reason:
+            if t < rounds and not self.reason:
                 self.status = "interrupted" if signals.asked() else "stopped"
                 if signals.asked():
                     self.failure = KeyboardInterrupt("interrupted by a signal")
@@ -275,7 +281,7 @@ class _Drive:
     def _summarise(self, whole: bool) -> None:
         """Writes the model and `summary.json`."""
         try:
-            with contained():
+            with wrap_user_errors():
                 summary = self.call("finish", self.status, whole)
                 parameters = self.call("parameters")
         except Exception:
@@ -289,12 +295,12 @@ class _Drive:
             "ray": self.ray,
             "versions": versions(),
             "reason": str(self.failure) if self.failure else self.reason,
-            "wall_seconds": time.monotonic() - self.began,
+            "wall_seconds": time.monotonic() - self.start_time,
         }
-        if self.lasting and self.status == "completed":
+        if self.final_measures and self.status == "completed":
             # it may take longer than the run, which is whole without it
-            missing = MISSING.format(", ".join(self.lasting))
-            summary = summary | dict.fromkeys(self.lasting) | {"reason": missing}
+            missing_text = MISSING.format(", ".join(self.final_measures))
+            summary = summary | dict.fromkeys(self.final_measures) | {"reason": missing_text}
         form = Shards.open(self.plan.shards).form(self.plan.experiment.data.task)
         self.module = self.plan.trained(form, parameters)
         try:
@@ -307,43 +313,43 @@ class _Drive:
 
     def measure_after(self, on_measure: Callable[[int, int], object]) -> None:
         """Measures the finished run, a second at a time. An interrupt ends it at once."""
-        if not self.lasting:
+        if not self.final_measures:
             return
         try:
-            done, of = self.call("measure_after", 0.0)
-            while done < of:
-                on_measure(done, of)
+            completed_steps, total_steps = self.call("measure_after", 0.0)
+            while completed_steps < total_steps:
+                on_measure(completed_steps, total_steps)
                 signals.check()
-                done, of = self.call("measure_after")
-            on_measure(done, of)
+                completed_steps, total_steps = self.call("measure_after")
+            on_measure(completed_steps, total_steps)
             measures = self.call("measured_after")
         except KeyboardInterrupt:
-            what = "the run in %s is whole, but for %s, which --resume computes"
-            log.warning(what, self.folder, ", ".join(self.lasting))
+            text = "the run in %s is whole, but for %s, which --resume computes"
+            log.warning(text, self.folder, ", ".join(self.final_measures))
             raise
         self.summary |= {**measures, "reason": self.reason}
-        self.summary["wall_seconds"] = time.monotonic() - self.began
+        self.summary["wall_seconds"] = time.monotonic() - self.start_time
         write_json(self.folder / "summary.json", self.summary)
 
     def result(self, out: Path | str) -> RunResult:
         path = self.folder / "rounds.parquet"
         # a run that released nothing has no rows
-        empty = pa.Table.from_batches([], pa.schema([]))
-        rounds = pq.ParquetFile(path).read() if path.exists() else empty
-        guarantees = [Guarantee.from_dict(stated) for stated in self.summary["guarantees"]]
+        empty_table = pa.Table.from_batches([], pa.schema([]))
+        rounds = pq.ParquetFile(path).read() if path.exists() else empty_table
+        guarantees = [Guarantee.from_dict(guarantee) for guarantee in self.summary["guarantees"]]
         return RunResult(out, self.plan.experiment, rounds, self.summary, guarantees, self.module)
 
 
-def _senders(plan: Plan, folder: Path, done: int, fresh_noise: bool) -> list[Sender]:
-    """See `raydpfl.tracking.sender.senders`; so many rounds are `done`."""
+def _senders(plan: Plan, folder: Path, completed_rounds: int, fresh_noise: bool) -> list[Sender]:
+    """See `raydpfl.tracking.sender.senders`; of the run, `completed_rounds` rounds are done."""
     trackers = plan.experiment.track
     if not trackers:
         return []
-    table = read_log(folder, "rounds") if done else None
-    rows = [] if table is None else table.slice(0, done).to_pylist()
+    table = read_log(folder, "rounds") if completed_rounds else None
+    rows = [] if table is None else table.slice(0, completed_rounds).to_pylist()
     place = storage.origin(folder) or str(folder.resolve())
     parts = place.rstrip("/").split("/")
     group = parts[-3] if parts[-2:-1] == ["trials"] else ""
     name = f"{group}/{parts[-1]}".strip("/")
     run = Tracked(folder, place, name, group, plan.experiment.to_dict())
-    return senders(trackers, run, Book(folder), done, rows, fresh_noise)
+    return senders(trackers, run, Book(folder), completed_rounds, rows, fresh_noise)

@@ -64,7 +64,7 @@ class Session:
             raise ConfigError("--address", address, expected)
         self.lost: str | None = None  # why it cannot be used any more
         self.coordinator: int | None = None  # the process of one on this node, once there is one
-        self._ended = threading.Event()
+        self._stop_event = threading.Event()
         # the control store and the raylet of a Ray that was started here
         self._essential: list[psutil.Process] = []
         self._mark: str | None = None
@@ -87,9 +87,9 @@ class Session:
         os.environ[orphan_cleanup.MARK] = mark
         try:
             _init("local", {**options, "include_dashboard": False})
-            marked = orphan_cleanup.marked(mark)
+            processes = orphan_cleanup.marked_processes(mark)
             self._essential = [
-                process for process in marked if process.name() in ("gcs_server", "raylet")
+                process for process in processes if process.name() in ("gcs_server", "raylet")
             ]
         except BaseException as error:
             self.close()
@@ -103,10 +103,10 @@ class Session:
     def _join(self, address: str, options: dict[str, Any]) -> None:
         import ray
 
-        named = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+        cluster_address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
         try:
-            if _host_and_port(named):  # Ray itself would try for minutes
-                _greet(named)
+            if _host_and_port(cluster_address):  # Ray itself would try for minutes
+                _greet(cluster_address)
             _init(address, options)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ConfigError("--address", address, f"the address of {ENTRY}: {error}") from None
@@ -128,58 +128,58 @@ class Session:
                 orphan_cleanup.kill(self._mark)
                 self._cleanup.stdin.close()
                 self._cleanup.wait()
-            self._ended.set()
+            self._stop_event.set()
 
     def _alive(self) -> bool:
         with suppress(OSError, psutil.Error):
             if not self._essential:
                 _greet(self._store)
-            return all(one.status() != psutil.STATUS_ZOMBIE for one in self._essential)
+            return all(process.status() != psutil.STATUS_ZOMBIE for process in self._essential)
         return False
 
     def _watch(self) -> None:
-        answered = time.monotonic()
-        while not self._ended.wait(LOOK):
+        last_answer = time.monotonic()
+        while not self._stop_event.wait(LOOK):
             if self._alive():
-                answered = time.monotonic()
-            elif self._essential or time.monotonic() - answered > SILENCE:
+                last_answer = time.monotonic()
+            elif self._essential or time.monotonic() - last_answer > SILENCE:
                 break
         else:
             return
-        what = (
+        cause = (
             "Ray's control store or raylet has died"
             if self._essential
             else "the cluster's control store does not answer"
         )
         if self.coordinator and not psutil.pid_exists(self.coordinator):
-            what = f"the coordinator died: {what}"
-        self.lost = f"{what}; go on with --resume"
+            cause = f"the coordinator died: {cause}"
+        self.lost = f"{cause}; go on with --resume"
         if self._mark:
             orphan_cleanup.kill(self._mark)
-        if not self._ended.wait(GRACE):
+        if not self._stop_event.wait(GRACE):
             # a progress bar has hidden the cursor
-            shown = "\x1b[?25h" if sys.stderr.isatty() else ""
-            os.write(2, f"{shown}raydpfl: {self.lost}\n".encode())
+            cursor_code = "\x1b[?25h" if sys.stderr.isatty() else ""
+            os.write(2, f"{cursor_code}raydpfl: {self.lost}\n".encode())
             os._exit(1)
 
 
-def free() -> dict[str, float]:
+def free_resources() -> dict[str, float]:
     """The resources of the cluster that nothing has taken, of all nodes together. What a run that
     has just ended gives back is waited for, for a moment.
     """
     import ray
 
-    until = time.monotonic() + SETTLES
-    every = ray.cluster_resources()
+    deadline = time.monotonic() + SETTLES
+    total = ray.cluster_resources()
     while True:
-        left = ray.available_resources()
-        taken = any(left.get(name, 0.0) < every.get(name, 0.0) for name in ("CPU", "GPU"))
-        if not taken or time.monotonic() > until:
-            return left
+        resources = ray.available_resources()
+        is_used = any(resources.get(name, 0.0) < total.get(name, 0.0) for name in ("CPU", "GPU"))
+        if not is_used or time.monotonic() > deadline:
+            return resources
         time.sleep(0.1)
 
 
-def at_work() -> int:
+def count_client_actors() -> int:
     """Client actors on this machine, of runs that have each started a Ray."""
     count = 0
     for process in psutil.process_iter():
@@ -198,21 +198,21 @@ def place() -> str:
     return f"{name} ({ray.util.get_node_ip_address()})" if ray.is_initialized() else name
 
 
-def on_node(remote: Any, node: str, **options: Any) -> Any:
+def pin_to_node(remote: Any, node: str, **options: Any) -> Any:
     """`remote` on the node with this id of Ray's, without a core of its own."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(remote).options(num_cpus=0, scheduling_strategy=there, **options)
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(remote).options(num_cpus=0, scheduling_strategy=strategy, **options)
 
 
-def raised(error: Exception, what: str) -> Exception:
-    """A call's RayTaskError as if raised here: an error of ours, else `what` failed."""
+def unwrap_error(error: Exception, failure: str) -> Exception:
+    """A call's RayTaskError as if raised here: an error of ours, or one that says `failure`."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, (ConfigError, RunError)):
         return cause
-    return FileError(str(cause)) if isinstance(cause, OSError) else RunError(f"{what}\n{error}")
+    return FileError(str(cause)) if isinstance(cause, OSError) else RunError(f"{failure}\n{error}")
 
 
 def _init(address: str, options: dict[str, Any]) -> None:

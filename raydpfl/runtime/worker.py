@@ -27,9 +27,9 @@ class Started:
     batches: int = 0  # of rows that a model is evaluated on
 
 
-def ready(
+def start_worker(
     process: ClientActor,
-    pickled: bytes,
+    pickled_experiment: bytes,
     shards: str,
     path: Sequence[str],
     platform: Mapping[str, str] | None = None,
@@ -40,7 +40,7 @@ def ready(
 
     Args:
         process: of this actor, not made yet.
-        pickled: the experiment.
+        pickled_experiment: the experiment.
         shards: the folder of its data.
         path: where the process that started the run has found modules of the user's own.
         platform: of the run (`raydpfl.simulation.provenance.of`), what its node has to compute
@@ -51,27 +51,28 @@ def ready(
     user_code.search(path)
     host = place()
     if source:
-        shards = str(file_transfer.prepared(shards, source))
+        shards = str(file_transfer.fetch_folder(shards, source))
     if not os.path.exists(os.path.join(shards, "data.json")):
         expected = f"one directory for all nodes of the cluster; on node {host} it has no "
         expected += "prepared data"
         raise ConfigError("RAYDPFL_CACHE", os.path.dirname(os.path.dirname(shards)), expected)
     try:
-        experiment = pickle.loads(pickled)
+        experiment = pickle.loads(pickled_experiment)
     except (ImportError, AttributeError) as error:
         expected = f"directories that all nodes of the cluster have; on node {host}: {error}"
         raise ConfigError("PYTHONPATH", path[0] if path else "", expected) from None
     init = experiment.model.init  # a whole path: the plan has seen to that
     if source and init:
-        model = experiment.model.model_copy(update={"init": str(file_transfer.file(init, source))})
+        init = str(file_transfer.fetch_file(init, source))
+        model = experiment.model.model_copy(update={"init": init})
         experiment = experiment.model_copy(update={"model": model})
     gpus = experiment.client.num_gpus
     device.chosen(gpus, f"node {host}")
     try:
         process.make(experiment, shards)
     except ConfigError as error:  # where the run was started it was none
-        where = "needs the directory of your modules in PYTHONPATH"
-        expected = f"{error.expected}; so it is on node {host}, which {where}"
+        remedy = "needs the directory of your modules in PYTHONPATH"
+        expected = f"{error.expected}; so it is on node {host}, which {remedy}"
         raise ConfigError(error.field, error.value, expected) from None
     except NoStack as error:  # a backend that the driver's machine can take, and this one cannot
         expected = f"another backend, or what it needs on node {host}: {error}"

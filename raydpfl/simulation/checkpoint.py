@@ -24,9 +24,9 @@ import numpy as np
 from raydpfl.core.messages import State
 from raydpfl.errors import RunError, one_line
 from raydpfl.simulation.client_state import ClientStates
-from raydpfl.storage.run_files import Extent, clear, replace_file, writing
+from raydpfl.storage.run_files import Extent, clear, file_errors, replace_file
 
-KEEP = 2  # checkpoints
+KEPT_CHECKPOINTS = 2
 log = logging.getLogger("raydpfl")
 
 
@@ -53,8 +53,8 @@ class Checkpoint:
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> None:
-    """Writes a checkpoint, or raises `FileError`; removes all but the last `KEEP`."""
-    with writing(folder):
+    """Writes a checkpoint, or raises `FileError`; removes all but the last `KEPT_CHECKPOINTS`."""
+    with file_errors(folder):
         clear(folder, folder=True)
         folder.mkdir(parents=True, exist_ok=True)
     state = checkpoint.state
@@ -65,18 +65,18 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
         "origin": checkpoint.origin,
         "tables": {name: asdict(extent) for name, extent in checkpoint.tables.items()},
     }
-    seen = np.array(sorted(state.participations.items()), np.int64).reshape(-1, 2)
-    arrays = {"model": state.model, "participations": seen}
+    participations = np.array(sorted(state.participations.items()), np.int64).reshape(-1, 2)
+    arrays = {"model": state.model, "participations": participations}
     members, memory = state.memory.arrays()
     for group, values in {"members": members, "memory": memory, **state.states}.items():
         arrays |= {f"{group}.{name}": value for name, value in values.items()}
     facts["check"] = _check(facts, arrays)
     path = folder / f"round-{state.t:08d}.npz"
-    stored = {"facts": np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays}
+    npz_arrays = {"facts": np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays}
     # numpy's stub takes what ** gives for its flag allow_pickle
-    replace_file(path, lambda part: np.savez(part, **stored))  # type: ignore[arg-type]
+    replace_file(path, lambda part: np.savez(part, **npz_arrays))  # type: ignore[arg-type]
     # and files that a kill left half written
-    for old in [*sorted(folder.glob("round-*.npz"))[:-KEEP], *folder.glob(".round-*")]:
+    for old in [*sorted(folder.glob("round-*.npz"))[:-KEPT_CHECKPOINTS], *folder.glob(".round-*")]:
         with suppress(OSError):
             old.unlink()
 
@@ -88,8 +88,8 @@ def load(
     skipped are logged. `check` raises for one whose rows are lost, as readers of damaged files do.
     Raises `RunError` if some can be read and all of those have been changed.
     """
-    changed = None
-    passed = []
+    modification = None
+    warnings = []
     for path in sorted(folder.glob("round-*.npz"), reverse=True):
         try:
             checkpoint, intact = _read(path)
@@ -97,19 +97,19 @@ def load(
                 check(checkpoint)
                 break
             reason = "it has been changed since it was written"
-            changed = changed or f"{path}: {reason}"
+            modification = modification or f"{path}: {reason}"
         except Exception as error:  # readers of damaged files raise anything
             reason = f"it cannot be read ({one_line(error)})"
-        passed.append(f"{path} is passed over: {reason}")
+        warnings.append(f"{path} is passed over: {reason}")
     else:
         checkpoint = None
-        if changed:
-            more = "without any checkpoint the run would start again from its first round"
-            raise RunError(f"no checkpoint can be gone on with; {changed} ({more})")
-        if passed:
+        if modification:
+            consequence = "without any checkpoint the run would start again from its first round"
+            raise RunError(f"no checkpoint can be gone on with; {modification} ({consequence})")
+        if warnings:
             start = "the run starts again from its first round"
-            passed.append(f"no checkpoint in {folder} can be read: {start}")
-    for warning in passed:
+            warnings.append(f"no checkpoint in {folder} can be read: {start}")
+    for warning in warnings:
         log.warning(warning)
     return checkpoint
 
@@ -120,22 +120,22 @@ def _read(path: Path) -> tuple[Checkpoint, bool]:
         raise OSError("it is no file")
     size = path.stat().st_size
     with zipfile.ZipFile(path) as archive:  # `save` packs nothing
-        inside = archive.infolist()
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in inside):
+        entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise ValueError("it is packed, as no checkpoint is")
-    if sum(entry.file_size for entry in inside) > size:
+    if sum(entry.file_size for entry in entries) > size:
         raise ValueError("it says that it holds more than its own size")
-    with np.load(path, allow_pickle=False) as stored:
-        facts = json.loads(stored["facts"].tobytes())
+    with np.load(path, allow_pickle=False) as npz:
+        facts = json.loads(npz["facts"].tobytes())
         check = facts.pop("check")
-        every = {name: stored[name] for name in stored.files if name != "facts"}
+        arrays = {name: npz[name] for name in npz.files if name != "facts"}
         if path.name != f"round-{facts['round']:08d}.npz":
             raise ValueError(f"it is of round {facts['round']}")
         if not isinstance(facts["origin"], dict):
             raise ValueError("it does not say what its bits depend on")
-    intact = check == _check(facts, every)
+    intact = check == _check(facts, arrays)
     groups: dict[str, dict[str, np.ndarray]] = {"members": {}, "memory": {}}
-    for name, array in every.items():
+    for name, array in arrays.items():
         group, _, rest = name.rpartition(".")
         if group:
             groups.setdefault(group, {})[rest] = array
@@ -145,12 +145,12 @@ def _read(path: Path) -> tuple[Checkpoint, bool]:
         raise ValueError("what it holds of clients' memory is not whole")
     state = RunState(
         facts["round"],
-        every["model"],
+        arrays["model"],
         facts["bound"],
         groups,
         ClientStates(members, memory),
         facts["seconds"],
-        Counter(dict(every["participations"].tolist())),
+        Counter(dict(arrays["participations"].tolist())),
     )
     tables = {name: Extent(**extent) for name, extent in facts["tables"].items()}
     return Checkpoint(state, facts["origin"], tables), intact

@@ -8,7 +8,7 @@ chunk.
 >>> columns = {"client": np.array([4, 9]), "draw": np.zeros(2, int)}
 >>> memory.keep([ChunkResult(np.zeros(3), columns, sent)])
 >>> chunk = Chunk(np.array([4, 5]), np.zeros(2, int), np.ones(2), rows=1)
->>> memory.with_states(chunk).memory["local"]
+>>> memory.attach_states(chunk).memory["local"]
 {0: array([1., 1., 1.], dtype=float32)}
 """
 
@@ -32,7 +32,7 @@ class ClientStates:
             for name, clients in members.items()
         }
 
-    def with_states(self, chunk: Chunk) -> Chunk:
+    def attach_states(self, chunk: Chunk) -> Chunk:
         """The chunk with the state of its clients."""
         if not self._by_member:
             return chunk
@@ -54,9 +54,9 @@ class ClientStates:
         """
         by_client: dict[tuple[str, int], dict[int, np.ndarray]] = {}
         for result in results:
-            who = [(result.columns[name].tolist()) for name in ("client", "draw")]
+            client_draws = [(result.columns[name].tolist()) for name in ("client", "draw")]
             for name, vectors in result.memory.items():
-                for client, draw, vector in zip(*who, vectors, strict=True):
+                for client, draw, vector in zip(*client_draws, vectors, strict=True):
                     by_client.setdefault((name, client), {})[draw] = vector
         for (name, client), by_draw in by_client.items():
             rows = [by_draw[draw] for draw in sorted(by_draw)]
@@ -64,11 +64,11 @@ class ClientStates:
             if len(rows) == 1:
                 states[client] = rows[0]
                 continue
-            before = np.float64(states.get(client, np.float32(0.0)))
+            previous_state = np.float64(states.get(client, np.float32(0.0)))
             total = np.sum(rows, axis=0, dtype=np.float64)
             mean = total / len(rows)
-            changed = mean if name == LOCAL_PART else total - (len(rows) - 1) * before
-            states[client] = changed.astype(np.float32)
+            new_state = mean if name == LOCAL_PART else total - (len(rows) - 1) * previous_state
+            states[client] = new_state.astype(np.float32)
 
     def arrays(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """By member, the clients, int64 [m] and ascending, and their vectors, float32 [m, d]."""

@@ -27,7 +27,7 @@ from raydpfl.privacy import (
     together,
 )
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.planned_guarantee import without_model
+from raydpfl.simulation.planned_guarantee import strip_model
 from raydpfl.simulation.resolution import resolve
 
 # the sections on which a run's releases depend, next to those that its members name
@@ -80,25 +80,25 @@ def compose(
     """
     plans = [_plan(run, data_root) for run in runs]
     _check_steps(runs, plans)
-    for (one, plan), (other, second) in combinations(zip(runs, plans, strict=True), 2):
-        if (one.key or plan.noise_key) == (other.key or second.noise_key):
-            expected = f"runs with noise of their own; {one.name} and {other.name} have the same "
-            expected += "(one release, or two whose difference is free of noise: noise.common)"
-            raise ConfigError("RUN", other.name, expected)
-        _check_people(one.name, other.name, plan, second)
+    for (run_a, plan_a), (run_b, plan_b) in combinations(zip(runs, plans, strict=True), 2):
+        if (run_a.key or plan_a.noise_key) == (run_b.key or plan_b.noise_key):
+            expected = f"runs with noise of their own; {run_a.name} and {run_b.name} have the "
+            expected += "same (one release, or two whose difference is free of noise: noise.common)"
+            raise ConfigError("RUN", run_b.name, expected)
+        _check_people(run_a.name, run_b.name, plan_a, plan_b)
     deltas = sorted({plan.experiment.terms.delta for plan in plans})
     if delta is None and len(deltas) > 1:
         expected = f"one, at which all runs compose; theirs are {', '.join(map(str, deltas))}"
         raise ConfigError("--delta", None, expected)
-    accountants = dict.fromkeys(name for plan in plans for name in rigorous(plan.named))
-    held = deltas[0] if delta is None else delta
-    return _together([*zip(runs, plans, strict=True)], held, [*accountants], adaptive=True)
+    accountants = dict.fromkeys(name for plan in plans for name in rigorous(plan.accountants))
+    delta = deltas[0] if delta is None else delta
+    return _compose_plans([*zip(runs, plans, strict=True)], delta, [*accountants], adaptive=True)
 
 
-def _together(
+def _compose_plans(
     runs: Sequence[tuple[StoredRun, Plan]], delta: float, accountants: Sequence[str], adaptive: bool
 ) -> Composition:
-    if any(_by_steps(plan) for _, plan in runs):
+    if any(_has_step_noise(plan) for _, plan in runs):
         steps = [released_by_steps(run, plan) for run, plan in runs]
         return local_steps_composition.together(steps, delta, accountants, adaptive)
     return together([released(run, plan) for run, plan in runs], delta, accountants, adaptive)
@@ -110,7 +110,7 @@ def compose_trials(
     """As `compose`, what trials of a search spend together, for the clients of each seed that
     divides rows in a way of its own. All rounds count: where a trial stops depends on the data.
     """
-    if any(run.experiment.noise.of_seed for run in runs) and len(runs) > 1:
+    if any(run.experiment.noise.has_common_noise for run in runs) and len(runs) > 1:
         raise ConfigError("noise.common", True, "noise of its own for each of the runs")
     populations: dict[str, list[tuple[StoredRun, Plan]]] = {}
     plans = _plans(runs, data_root)
@@ -118,16 +118,16 @@ def compose_trials(
     for run, plan in zip(runs, plans, strict=True):
         populations.setdefault(repr(_people(plan)), []).append((run, plan))
     on_file = runs[0].experiment.data.location != "generated"
-    if len(populations) > 1 and on_file and _by_steps(plans[0]):
+    if len(populations) > 1 and on_file and _has_step_noise(plans[0]):
         expected = "the same for all runs, as each sample is in those of every seed (data.seed)"
         raise ConfigError("data.seed", None, expected)
-    joint = []
-    for same in populations.values():
-        plan = same[0][1]
-        whole = [(replace(run, ledger=None), each) for run, each in same]
+    compositions = []
+    for population_runs in populations.values():
+        plan = population_runs[0][1]
+        full_runs = [(replace(run, ledger=None), trial_plan) for run, trial_plan in population_runs]
         delta = plan.experiment.terms.delta
-        joint.append(_together(whole, delta, rigorous(plan.named), adaptive))
-    return joint
+        compositions.append(_compose_plans(full_runs, delta, rigorous(plan.accountants), adaptive))
+    return compositions
 
 
 def best_of_trials(
@@ -141,14 +141,14 @@ def best_of_trials(
     for run, plan in zip(runs, plans, strict=True):
         release = released(run, plan)
         # how often clients are drawn depends on the seed
-        counted = release.mechanism.sampling.by_participation
-        rounds = run.experiment.rounds if counted else release.rounds
+        counts_participations = release.mechanism.sampling.by_participation
+        rounds = run.experiment.rounds if counts_participations else release.rounds
         releases.append(replace(release, rounds=rounds, participations=None))
     terms = {plan.experiment.terms for plan in plans}
     if len(terms) > 1:
         expected = "one relation and delta for all trials of a private search"
         raise ConfigError("sweep.private", repetition.runs, expected)
-    return best_of(repetition, releases, terms.pop().delta, rigorous(plans[0].named))
+    return best_of(repetition, releases, terms.pop().delta, rigorous(plans[0].accountants))
 
 
 def _plans(runs: Sequence[StoredRun], data_root: Path | None) -> list[Plan]:
@@ -156,17 +156,17 @@ def _plans(runs: Sequence[StoredRun], data_root: Path | None) -> list[Plan]:
     plans: dict[str, Plan] = {}
     keys = []
     for run in runs:
-        bearing = {"seed", *ACCOUNTED, *run.experiment.accounted_with()}
+        accounted_sections = {"seed", *ACCOUNTED, *run.experiment.accounted_with()}
         if run.experiment.noise.drawn_by() == "step":
-            bearing.add("local")  # its steps and batches
-        keys.append(run.experiment.model_dump_json(include=bearing))
+            accounted_sections.add("local")  # its steps and batches
+        keys.append(run.experiment.model_dump_json(include=accounted_sections))
         if keys[-1] not in plans:
             plans[keys[-1]] = _plan(run, data_root)
     return [plans[key] for key in keys]
 
 
 def _plan(run: StoredRun, data_root: Path | None) -> Plan:
-    experiment = without_model(run.experiment)
+    experiment = strip_model(run.experiment)
     if not experiment.private:
         raise ConfigError("RUN", run.name, f"a run with noise; {run.name} has no noise")
     plan = resolve(experiment, data_root)
@@ -178,7 +178,7 @@ def _plan(run: StoredRun, data_root: Path | None) -> Plan:
     return plan
 
 
-def _by_steps(plan: Plan) -> bool:
+def _has_step_noise(plan: Plan) -> bool:
     return plan.experiment.noise.drawn_by() == "step"
 
 
@@ -187,43 +187,43 @@ def _check_steps(runs: Sequence[StoredRun], plans: Sequence[Plan]) -> None:
     with noise at local steps.
     """
     for run, plan in zip(runs, plans, strict=True):
-        if _by_steps(plan) != _by_steps(plans[0]):
-            names = (runs[0].name, run.name) if _by_steps(plan) else (run.name, runs[0].name)
+        if _has_step_noise(plan) != _has_step_noise(plans[0]):
+            names = (runs[0].name, run.name) if _has_step_noise(plan) else (run.name, runs[0].name)
             expected = f"runs that protect the same; {names[1]} has noise at local steps, which "
             expected += f"protects samples, and {names[0]} protects clients"
             raise ConfigError("RUN", run.name, expected)
-        if _by_steps(plan) and any(line.get("restart") for line in run.ledger or ()):
+        if _has_step_noise(plan) and any(line.get("restart") for line in run.ledger or ()):
             expected = "a run without --fresh-noise, whose batches then are others; "
             raise ConfigError("RUN", run.name, f"{expected}{run.name} had it")
 
 
-def _check_people(name: str, other: str, plan: Plan, second: Plan) -> None:
+def _check_people(name: str, second_name: str, plan: Plan, second_plan: Plan) -> None:
     """Raises `ConfigError` unless two runs have the same clients, held-out rows aside."""
-    if _people(plan) == _people(second) or _rows(plan) == _rows(second):
+    if _people(plan) == _people(second_plan) or _rows(plan) == _rows(second_plan):
         return
-    why = "their data sections differ"
-    seeds = plan.experiment.seed, second.experiment.seed
-    if plan.experiment.data == second.experiment.data:
-        why = f"seeds {seeds[0]} and {seeds[1]} divide the rows in other ways; data.seed fixes it"
-    expected = f"runs on the same clients; {name} and {other} have others ({why})"
-    if not _by_steps(plan):
+    reason = "their data sections differ"
+    if plan.experiment.data == second_plan.experiment.data:
+        seeds = f"seeds {plan.experiment.seed} and {second_plan.experiment.seed}"
+        reason = f"{seeds} divide the rows in other ways; data.seed fixes it"
+    expected = f"runs on the same clients; {name} and {second_name} have others ({reason})"
+    if not _has_step_noise(plan):
         expected += ". Of different people each run's own epsilon holds"
-    raise ConfigError("RUN", other, expected)
+    raise ConfigError("RUN", second_name, expected)
 
 
 def _people(plan: Plan) -> Any:
     """The data by which rows are divided among clients."""
     data = plan.experiment.data
     seed = plan.experiment.seed if data.seed is None else data.seed
-    held = plan.experiment.evaluate.held_out
-    return data.model_copy(update={"seed": seed}), held if isinstance(held, dict) else None
+    held_out = plan.experiment.evaluate.held_out
+    return data.model_copy(update={"seed": seed}), held_out if isinstance(held_out, dict) else None
 
 
 def _rows(plan: Plan) -> list[Any]:
     """Digests of the rows of the clients."""
     files = json.loads((plan.shards / "digests.json").read_text())["files"]
-    stored = [files.get(f"{name}.arrow", plan.shards.name) for name in ("train", "clients")]
-    return [*stored, files.get("rows.arrow")]
+    row_digests = [files.get(f"{name}.arrow", plan.shards.name) for name in ("train", "clients")]
+    return [*row_digests, files.get("rows.arrow")]
 
 
 def released_by_steps(run: StoredRun, plan: Plan) -> StepsRelease:
@@ -242,25 +242,26 @@ def released(run: StoredRun, plan: Plan) -> RunRelease:
     """What a run has released."""
     experiment = plan.experiment
     lines, rounds = run.ledger, run.rounds
-    repeated = len(lines) - rounds if lines else 0  # released again, with noise and cohorts anew
-    composed = int(plan.composed_rounds[rounds - 1]) + repeated if rounds else 0
+    # released again, with noise and cohorts anew
+    repeated_rounds = len(lines) - rounds if lines else 0
+    composed_rounds = int(plan.composed_rounds[rounds - 1]) + repeated_rounds if rounds else 0
     mechanism = cast(Mechanism, plan.mechanism)
     epoch = mechanism.sampling.epoch
-    if epoch and repeated:  # every epoch of cohorts of one seed in full
-        touched = {(line.get("restart", 0), line["round"] // epoch) for line in lines or ()}
-        composed = epoch * len(touched)
+    if epoch and repeated_rounds:  # every epoch of cohorts of one seed in full
+        touched_epochs = {(line.get("restart", 0), line["round"] // epoch) for line in lines or ()}
+        composed_rounds = epoch * len(touched_epochs)
     surveys = int(plan.surveys[rounds - 1]) if rounds else 0
     if mechanism.survey and lines:
         surveys = sum(line.get("survey_std", 0.0) > 0 for line in lines)
-    known = experiment.noise.stands_for is None and not repeated
+    has_counts = experiment.noise.stands_for is None and not repeated_rounds
     origin = plan.origin()
-    facts = [experiment.selection.meaning(), origin["clients"], origin["cohorts"], repeated]
+    facts = [experiment.selection.meaning(), origin["clients"], origin["cohorts"], repeated_rounds]
     return RunRelease(
         name=run.name,
-        mechanism=mechanism.asking(surveys),
+        mechanism=mechanism.with_surveys(surveys),
         relation=experiment.relation,
-        rounds=composed,
-        participations=max(plan.participations(rounds).values(), default=0) if known else None,
+        rounds=composed_rounds,
+        participations=max(plan.participations(rounds).values(), default=0) if has_counts else None,
         seed=experiment.seed,
         cohorts=json.dumps(facts, sort_keys=True),
     )

@@ -28,8 +28,8 @@ from raydpfl.simulation import provenance, sampling_monitor, scheduler
 from raydpfl.simulation.checkpoint import RunState
 from raydpfl.simulation.noise_monitor import MonitoredNoise, check_whitening
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.pool import Inline, Pool
-from raydpfl.simulation.recorder import Recorder, joined, open_tables
+from raydpfl.simulation.pool import InlinePool, Pool
+from raydpfl.simulation.recorder import Recorder, join_columns, open_tables
 from raydpfl.simulation.resume import started, take_up
 from raydpfl.storage.run_files import Clock
 from raydpfl.training import backends
@@ -67,8 +67,8 @@ class Coordinator:
     def _take_up(self) -> None:
         self.shards = Shards.open(self.plan.shards)
         tables = open_tables(self.plan, self.out)
-        taken = take_up(self.plan, self.out, tables, self._resume, self._fresh_noise)
-        self.plan, self.accounts, state = taken
+        continuation = take_up(self.plan, self.out, tables, self._resume, self._fresh_noise)
+        self.plan, self.accounts, state = continuation
         plan = self.plan
         self.ledger = self.accounts.ledger
         self.problem = plan.problem(self.shards)
@@ -82,14 +82,14 @@ class Coordinator:
         self.monitor = sampling_monitor.of_run(plan, self.state.t, self.accounts.draws)
         # This may be a worker of Ray's, under other settings than the run's.
         provenance.check_node(platform.node(), plan.platform)
-        self.pool = self._pool or Inline(self.experiment, str(plan.shards))
+        self.pool = self._pool or InlinePool(self.experiment, str(plan.shards))
         facts = (self.state, self.pool, self.problem, self.survey)
         self.record = Recorder(plan, self.out, tables, *facts)
         # what the bits depend on, before anything is released
         if self._fresh_noise or not self.state.t:
             self.record.save(copies=False)
-        self._added: np.ndarray | None = None  # the server's noise of the current round
-        self._wrapped: int | None = None  # coordinates of its sum that wrapped around
+        self._server_noise: np.ndarray | None = None  # the server's noise of the current round
+        self._wrapped_count: int | None = None  # coordinates of its sum that wrapped around
 
     def round(self) -> dict[str, Any]:
         """Does the next round and returns its row of the rounds table."""
@@ -101,21 +101,21 @@ class Coordinator:
         cohort = self.select(t)
         clock.lap("select")
         total, results = self.collect(t, cohort)
-        columns = joined(results)
+        columns = join_columns(results)
         if self.plan.individual and len(cohort):
-            std, spent = self.plan.sum_std(t, state.bound), state.states["individual"]
+            std, budget_state = self.plan.sum_std(t, state.bound), state.states["individual"]
             lengths = columns.pop("contribution")
-            self.plan.individual.spend(columns["client"], lengths, std, spent)
+            self.plan.individual.spend(columns["client"], lengths, std, budget_state)
         clock.lap("collect")
         update = self.aggregate(t, cohort, self.release(t, total))
         model = state.model.astype(np.float64)
         state.model = self.experiment.server.step(model, update, state.states["server"], t)
         clock.lap("server")
-        seen = Round(t, state.bound, columns, total, self._added, update)
-        row = self.record.row(seen, results, self.accounts.spent(t))
+        round_record = Round(t, state.bound, columns, total, self._server_noise, update)
+        row = self.record.row(round_record, results, self.accounts.epsilons(t))
         row["lost"] = cohort.lost
-        if self._wrapped is not None:
-            row["wrapped"] = self._wrapped
+        if self._wrapped_count is not None:
+            row["wrapped"] = self._wrapped_count
         state.bound = self.next_bound(t, cohort, columns)
         state.participations.update(cohort.clients.tolist())
         state.t = t + 1
@@ -149,19 +149,20 @@ class Coordinator:
         costs = backends.costs(client.backend, local, sizes, plan.d, gpu=client.num_gpus > 0)
         limits = None
         if plan.individual:
-            std, spent = plan.sum_std(t, state.bound), state.states["individual"]
-            limits = plan.individual.limits(clients, std, spent)
-        weights, rows = plan.weights(clients), local.rows_used(sizes)
-        cut = scheduler.chunks(cohort, weights, rows, width, stds, costs, limits)
-        shares = self.pool.assign([state.memory.with_states(chunk) for chunk in cut])
+            std, budget_state = plan.sum_std(t, state.bound), state.states["individual"]
+            limits = plan.individual.limits(clients, std, budget_state)
+        weights, rows = plan.weights(clients), local.max_rows(sizes)
+        chunks = scheduler.chunks(cohort, weights, rows, width, stds, costs, limits)
+        shares = self.pool.assign([state.memory.attach_states(chunk) for chunk in chunks])
         std = plan.client_std(t, state.bound)
-        most = None if state.bound is None else state.bound * plan.weight
-        modular = plan.modular(t, state.bound)
+        max_norm = None if state.bound is None else state.bound * plan.weight
+        modular_sum = plan.modular_sum(t, state.bound)
         count = len(cohort)
-        grid = Grid.of_integers(count) if modular else Grid.of(count, most, std)
-        work = Work(t, plan.seed, plan.noise_seed, state.bound, std, grid, modular)
-        total, results = exact_sum.gathered(self.pool.run(self._broadcast(), work, shares), plan.d)
-        self.noise.of_clients(work, len(cohort), results, total)
+        grid = Grid.integer_grid(count) if modular_sum else Grid.of(count, max_norm, std)
+        work = Work(t, plan.seed, plan.noise_seed, state.bound, std, grid, modular_sum)
+        answers = self.pool.run(self._broadcast(), work, shares)
+        total, results = exact_sum.sum_results(answers, plan.d)
+        self.noise.check_client_noise(work, len(cohort), results, total)
         state.memory.keep(results)
         return total, results
 
@@ -169,8 +170,10 @@ class Coordinator:
         experiment = self.experiment
         members: dict[str, Any] = {"bounding": experiment.bounding, "local": experiment.local}
         members |= {f"measure.{probe.kind}": probe for probe in experiment.measure}
-        stored = self.state.states
-        states = {name: member.broadcast_state(stored[name]) for name, member in members.items()}
+        member_states = self.state.states
+        states = {
+            name: member.broadcast_state(member_states[name]) for name, member in members.items()
+        }
         return Broadcast(self.state.model, {name: state for name, state in states.items() if state})
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
@@ -179,13 +182,13 @@ class Coordinator:
         back into the units of what clients send.
         """
         plan, bound = self.plan, self.state.bound
-        self._added = self.noise.on_sum(t, plan.drawn_std(t, bound), total)
-        released = total if self._added is None else total + self._added
-        modular = plan.modular(t, bound)
-        if modular is None:
-            return released
-        self._wrapped = modular.wrapped(released)
-        return modular.decode(released)
+        self._server_noise = self.noise.on_sum(t, plan.drawn_std(t, bound), total)
+        released_sum = total if self._server_noise is None else total + self._server_noise
+        modular_sum = plan.modular_sum(t, bound)
+        if modular_sum is None:
+            return released_sum
+        self._wrapped_count = modular_sum.wrapped(released_sum)
+        return modular_sum.decode(released_sum)
 
     def aggregate(self, t: int, cohort: Cohort, total: np.ndarray) -> np.ndarray:
         """The mean update, float64 [d], from the released sum of the contributions."""
@@ -210,11 +213,11 @@ class Coordinator:
         if not clients:
             return bound
         sums = self.noisy_answers(t, cohort, columns)
-        following = bounding.adapt(bound, sums, clients, self.state.states["bounding"])
-        if not BOUNDS[0] <= following <= BOUNDS[1]:
-            left = f"the adaptive bound left its range ({following:g} after round {t})"
-            raise RunError(f"{left}; look at what bounding.kind {bounding.kind} makes of it")
-        return following
+        new_bound = bounding.adapt(bound, sums, clients, self.state.states["bounding"])
+        if not BOUNDS[0] <= new_bound <= BOUNDS[1]:
+            problem = f"the adaptive bound left its range ({new_bound:g} after round {t})"
+            raise RunError(f"{problem}; look at what bounding.kind {bounding.kind} makes of it")
+        return new_bound
 
     def noisy_answers(
         self, t: int, cohort: Cohort, columns: Columns, noise: MonitoredNoise | None = None
@@ -233,15 +236,15 @@ class Coordinator:
                     f"{kind} gives no answers to its query {query.name}; it answers {names}"
                 )
             answers = np.nan_to_num(by_query[query.name])
-            worst = float(np.abs(answers).max(initial=0.0))
-            if not worst <= query.bound:
-                excess = f"{worst:g}, above its bound of {query.bound:g}"
+            max_answer = float(np.abs(answers).max(initial=0.0))
+            if not max_answer <= query.bound:
+                excess = f"{max_answer:g}, above its bound of {query.bound:g}"
                 raise RunError(f"{kind} answers its query {query.name} with {excess}")
             std = plan.side_stds.get(query.name, 0.0) * plan.factor(t)
-            who = (cohort.clients, cohort.draws, plan.clients_left)
-            side_query = SideQuery(query.name, plan.noise_seed, t, std, *who)
-            exact = float(answers.sum())
-            sums[query.name] = exact + (noise or self.noise).on_query(side_query, exact)
+            cohort_facts = (cohort.clients, cohort.draws, plan.clients_left)
+            side_query = SideQuery(query.name, plan.noise_seed, t, std, *cohort_facts)
+            answer_sum = float(answers.sum())
+            sums[query.name] = answer_sum + (noise or self.noise).on_query(side_query, answer_sum)
         return sums
 
     def survey(self, t: int, values: np.ndarray, noise: MonitoredNoise | None = None) -> np.ndarray:
@@ -250,7 +253,7 @@ class Coordinator:
         `RunError` where it, or the noise, is not what was accounted for.
         """
         histogram = self.experiment.evaluate.histogram
-        if histogram is None or not self.plan.surveyed(t):
+        if histogram is None or not self.plan.has_survey(t):
             raise RunError(f"clients are asked after round {t}, which was not accounted for")
         counts = histogram.counts(values)
         size = histogram.std, counts, len(values)
@@ -260,9 +263,9 @@ class Coordinator:
         """Puts the tables and a checkpoint on disk."""
         self.record.save()
 
-    def over(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """Why the run ends before its last round, in words; None: it goes on."""
-        return self.record.over()
+        return self.record.stop_reason()
 
     def finish(self, status: str, save: bool) -> dict:
         """Stops the clients and sums up the run, saved if asked to: a broken round must not be."""
@@ -275,7 +278,7 @@ class Coordinator:
         """Goes on with what is measured of a finished run; how many of how many steps are done."""
         state = self.state
         run = Finished(self.out, self.problem, state.model, state.participations)
-        return self.record.afterwards(run, seconds)
+        return self.record.measure_finished_run(run, seconds)
 
     def measured_after(self) -> dict[str, Any]:
         """The results of `measure_after`, for the summary."""

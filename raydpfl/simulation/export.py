@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from raydpfl import models, storage
-from raydpfl.config.registry import importing, refuse_code, unread
+from raydpfl.config.registry import allow_imports, refuse_code, unimported_paths
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.experiment import Experiment
 from raydpfl.models import tasks, weights
@@ -27,7 +27,7 @@ from raydpfl.storage.files import read_json
 from raydpfl.storage.run_files import replace_file
 
 CHECKPOINTS = "checkpoints"
-READ = ("config.yaml", "summary.json", weights.SAVED)
+MODEL_FILES = ("config.yaml", "summary.json", weights.MODEL_FILE)
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ def write_model(folder: Path, module: nn.Module, form: Form, summary: dict[str, 
         "rounds": str(summary["rounds"]),
         "holds": json.dumps(summary["holds"]),
     }
-    path = folder / weights.SAVED
-    held = weights.packed(module.state_dict(), path.suffix, metadata)
-    replace_file(path, lambda file: file.write(held))
+    path = folder / weights.MODEL_FILE
+    file_bytes = weights.serialize(module.state_dict(), path.suffix, metadata)
+    replace_file(path, lambda file: file.write(file_bytes))
 
 
 def load(run: str | Path, client: int | None = None, trust_code: bool = False) -> Saved:
@@ -70,55 +70,58 @@ def load(run: str | Path, client: int | None = None, trust_code: bool = False) -
             stored their source. That runs their code.
     """
     if client is None:
-        with storage.reading(run, wanted=_read) as folder:
+        with storage.readable_folder(run, file_filter=_is_model_file) as folder:
             return _load(run, folder, trust_code)
-    with storage.reading(run, wanted=lambda name: _read(name) or CHECKPOINTS in name) as folder:
-        loaded = _load(run, folder, trust_code)
-        own = _own(folder, client, run)
-    if not loaded.config.personal:  # else it is the whole model
-        shared = models.flatten(loaded.module)
-        own = models.ParameterSplit.of(loaded.module).whole(shared, own[None])[0]
-    models.set_trained(loaded.module, own)
-    return loaded
+    with storage.readable_folder(
+        run, file_filter=lambda name: _is_model_file(name) or CHECKPOINTS in name
+    ) as folder:
+        saved = _load(run, folder, trust_code)
+        numbers = _client_parameters(folder, client, run)
+    if not saved.config.personal:  # else it is the whole model
+        model = models.flatten(saved.module)
+        numbers = models.ParameterSplit.of(saved.module).whole(model, numbers[None])[0]
+    models.set_trained(saved.module, numbers)
+    return saved
 
 
-def _own(folder: Path, client: int, run: str | Path) -> torch.Tensor:
+def _client_parameters(folder: Path, client: int, run: str | Path) -> torch.Tensor:
     """What a client has of its own, float32 [own]. Raises `ConfigError`."""
-    last = checkpoint(folder / CHECKPOINTS)
-    own = last.state.memory.own if last else {}
-    if client not in own:
-        some = ", ".join(map(str, sorted(own)[:5])) + ", ..." * (len(own) > 5)
-        expected = f"one of the {len(own):,} clients of {run} with a model of its own ({some})"
+    last_checkpoint = checkpoint(folder / CHECKPOINTS)
+    states = last_checkpoint.state.memory.own if last_checkpoint else {}
+    if client not in states:
+        ids = ", ".join(map(str, sorted(states)[:5])) + ", ..." * (len(states) > 5)
+        expected = f"one of the {len(states):,} clients of {run} with a model of its own ({ids})"
         raise ConfigError("client", client, expected)
-    return torch.from_numpy(own[client])
+    return torch.from_numpy(states[client])
 
 
-def _read(name: str) -> bool:
+def _is_model_file(name: str) -> bool:
     """Whether a file of a run directory is needed for its model."""
-    return name in READ or name.startswith(f"{user_code.KEPT}/")
+    return name in MODEL_FILES or name.startswith(f"{user_code.CODE_FOLDER}/")
 
 
 def _load(run: str | Path, folder: Path, trust_code: bool) -> Saved:
     if not trust_code:
-        return _made(run, folder, ())
-    with user_code.stored_code(folder, first=True):
-        return _made(run, folder, None)
+        return _read_model(run, folder, ())
+    with user_code.stored_code(folder, prefer_stored=True):
+        return _read_model(run, folder, None)
 
 
-def _made(run: str | Path, folder: Path, imports: tuple[str, ...] | None) -> Saved:
+def _read_model(run: str | Path, folder: Path, imports: tuple[str, ...] | None) -> Saved:
     path = _file(folder)
     experiment = Experiment.from_yaml(folder / "config.yaml", imports=imports)
     try:
         summary = read_json(folder / "summary.json")
         metadata = weights.facts(path)
-        with importing(imports):
+        with allow_imports(imports):
             form = _form(json.loads(metadata["form"]))
     except (OSError, ValueError, LookupError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError("run", str(run), f"the directory of a run ({reason})") from None
-    refuse_code(run, [path for part in (experiment.model, form.task) for path in unread(part)])
-    fresh = experiment.model.model_copy(update={"init": None})
-    module = models.build(fresh, form, experiment.seed)
+    members = (experiment.model, form.task)
+    refuse_code(run, [path for member in members for path in unimported_paths(member)])
+    model = experiment.model.model_copy(update={"init": None})
+    module = models.build(model, form, experiment.seed)
     weights.fill(module, str(path))
     numbers = models.flatten(module).numpy().astype("<f4")
     digest = hashlib.sha256(numbers.tobytes()).hexdigest()
@@ -144,37 +147,38 @@ def export(
             be of the module without them.
         trust_code: as for `load`.
     """
-    with storage.reading(run, wanted=_read) as folder:
+    with storage.readable_folder(run, file_filter=_is_model_file) as folder:
         path = _file(folder)
         if out is None and not merged:
-            return storage.named(storage.within(run, path.name))
+            return storage.location(storage.join_address(run, path.name))
         if out is None:
             raise ConfigError("--out", None, "a file for the merged weights")
         file = Path(out)
         module = _load(run, folder, trust_code).module
-        held = weights.packed(_exported(module, merged), file.suffix, weights.facts(path))
-    replace_file(file, lambda part: part.write(held))
+        tensors = _exported_tensors(module, merged)
+        file_bytes = weights.serialize(tensors, file.suffix, weights.facts(path))
+    replace_file(file, lambda part: part.write(file_bytes))
     return file
 
 
-def _exported(module: nn.Module, merged: bool) -> dict[str, torch.Tensor]:
+def _exported_tensors(module: nn.Module, merged: bool) -> dict[str, torch.Tensor]:
     """What is written of a module: all, or of one with adapters what was trained, or these merged.
     Raises `ConfigError`.
     """
-    added = models.adapters(module)
-    if merged and not added:
+    adapters = models.adapters(module)
+    if merged and not adapters:
         raise ConfigError("--merged", True, "a run with adapters (model.lora)")
-    if merged or not added:
+    if merged or not adapters:
         return models.merged(module) if merged else module.state_dict()
-    sent = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    sent -= models.shared_and_local.local(module)
-    return {name: tensor for name, tensor in module.state_dict().items() if name in sent}
+    names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    names -= models.shared_and_local.local_names(module)
+    return {name: tensor for name, tensor in module.state_dict().items() if name in names}
 
 
 def _file(folder: Path) -> Path:
-    path = folder / weights.SAVED
+    path = folder / weights.MODEL_FILE
     if not os.path.isfile(path):
-        expected = f"the directory of a run that has ended; it has no {weights.SAVED} "
+        expected = f"the directory of a run that has ended; it has no {weights.MODEL_FILE} "
         expected += f"(raydpfl run {folder} --resume ends it)"
         raise ConfigError("run", str(folder), expected)
     return path

@@ -47,23 +47,23 @@ FALSE_ALARM = 1e-6  # of a whole run with sound noise
 TESTS = 256  # at most, of one draw and window
 LAGS = 8
 SKETCH = 512  # coordinates by which draws are compared with those of many rounds
-KEPT = 2048  # draws that the next are compared with
-TOGETHER = 1 << 16  # coordinates that are compared with each other
+KEPT_SKETCHES = 2048  # draws that the next are compared with
+COMPARED_COORDINATES = 1 << 16  # coordinates that are compared with each other
 TAILS = np.array([1e-5, 1e-4, 1e-3, 1e-2])
 LEVELS = np.concatenate([TAILS, np.arange(1, 16) / 16, 1 - TAILS[::-1]])
 QUANTILES = ndtri(LEVELS)
-NEAR = np.array([1e-2, 1e-3, 1e-4])
+NEAR_RADII = np.array([1e-2, 1e-3, 1e-4])
 ROOT = math.sqrt(2)
 
 Numbers = Mapping[str, np.ndarray]
 
 
-def numbers(z: np.ndarray, hidden: Sequence[np.ndarray] = ()) -> Numbers:
+def numbers(z: np.ndarray, hidden_arrays: Sequence[np.ndarray] = ()) -> Numbers:
     """The statistics of k draws.
 
     Args:
         z: float64 [k, d], independent standard normals if they have their distribution.
-        hidden: arrays [k, d] that they may not depend on, such as the sums that they are added to.
+        hidden_arrays: arrays [k, d] that they may not depend on, as the sums they are added to.
 
     Returns:
         By name, float64 [k], but for `below` [k, 23], the coordinates below each quantile, `near 0`
@@ -71,28 +71,28 @@ def numbers(z: np.ndarray, hidden: Sequence[np.ndarray] = ()) -> Numbers:
     """
     k, d = z.shape
     half = d // 2
-    below = [np.count_nonzero(z < quantile, axis=1) for quantile in QUANTILES]
-    near = [np.count_nonzero(np.abs(z) < most, axis=1) for most in NEAR]
+    below_counts = [np.count_nonzero(z < quantile, axis=1) for quantile in QUANTILES]
+    near_counts = [np.count_nonzero(np.abs(z) < radius, axis=1) for radius in NEAR_RADII]
     return {
         "square": (z * z).sum(1),
         "dimensions": np.full(k, float(d)),
         "largest": np.abs(z).max(1, initial=0.0),
         "mean": z.sum(1) / math.sqrt(d),
-        "halves": _along(z[:, half : 2 * half], z[:, :half]),
-        "neighbours": _along(z[:, 1 : 2 * half : 2], z[:, : 2 * half : 2]),
+        "halves": _projection(z[:, half : 2 * half], z[:, :half]),
+        "neighbours": _projection(z[:, 1 : 2 * half : 2], z[:, : 2 * half : 2]),
         "sketch": z[:, np.linspace(0, d - 1, min(d, SKETCH)).astype(int)],
-        **{f"hidden {place}": _along(z, other) for place, other in enumerate(hidden)},
-        "below": np.stack(below, axis=1).astype(np.float64),
-        "near 0": np.stack(near, axis=1).astype(np.float64),
+        **{f"hidden {place}": _projection(z, array) for place, array in enumerate(hidden_arrays)},
+        "below": np.stack(below_counts, axis=1).astype(np.float64),
+        "near 0": np.stack(near_counts, axis=1).astype(np.float64),
     }
 
 
-def _along(z: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """The length of every row of z, [k, n], along that of the others; NaN along zeros."""
-    size = np.abs(others).max(1, initial=0.0)
+def _projection(z: np.ndarray, directions: np.ndarray) -> np.ndarray:
+    """The length of every row of z, [k, n], along that of `directions`; NaN along zeros."""
+    size = np.abs(directions).max(1, initial=0.0)
     with np.errstate(invalid="ignore", divide="ignore"):
-        scaled = others / size[:, None]
-        return (z * scaled).sum(1) / np.sqrt((scaled * scaled).sum(1))
+        rows = directions / size[:, None]
+        return (z * rows).sum(1) / np.sqrt((rows * rows).sum(1))
 
 
 def products(values: np.ndarray) -> float:
@@ -119,16 +119,16 @@ Test = tuple[float, str]  # the chance of what is seen, if the noise is sound, a
 
 
 class Draws:
-    """All draws of one kind in a run, such as those of the server on sums: `what` names them in
+    """All draws of one kind in a run, such as those of the server on sums: `name` names them in
     messages, and no other kind of the run has the number `nth`, from 0.
     """
 
-    def __init__(self, what: str, nth: int):
-        self._what = what
+    def __init__(self, name: str, nth: int):
+        self._name = name
         self._level = FALSE_ALARM / (TESTS * (nth + 1) * (nth + 2))
         # by test, after every draw: what has been added up until then
         self._totals: dict[str, list[np.ndarray]] = {}
-        self._before: deque[np.ndarray] = deque(maxlen=LAGS)
+        self._recent_sketches: deque[np.ndarray] = deque(maxlen=LAGS)
         self._rows = np.empty((0, 0))
         self._single: list[float] = []
         self._sums = np.zeros((2, 0))  # of coordinates, and of their squares
@@ -140,19 +140,19 @@ class Draws:
         """Takes up k draws of round t, by `clients` int64 [k], as `numbers` gave them for this std.
         Raises `RunError` where independent N(0, std^2 I) would hardly ever be like them.
         """
-        for chance, what in self._tests(std, statistics, clients):
+        for chance, finding in self._tests(std, statistics, clients):
             if not chance >= self._level / ((t + 1) * (t + 2)):
-                accounted = f"N(0, {std:.6g}^2) was accounted for"
-                raise RunError(f"{self._what} in round {t} {what}, where {accounted}")
+                accounted_noise = f"N(0, {std:.6g}^2) was accounted for"
+                raise RunError(f"{self._name} in round {t} {finding}, where {accounted_noise}")
 
     def _tests(self, std: float, statistics: Numbers, clients: np.ndarray | None) -> Iterator[Test]:
         square = statistics["square"]
         dimensions = statistics["dimensions"]
         d = dimensions.sum()
-        for share, over, (total, dof) in self._windows("square", square.sum(), d):
+        for share, window, (total, dof) in self._windows("square", square.sum(), d):
             ratio = math.sqrt(total / dof)
-            drawn = f"has std {ratio * std:.6g} {over}, {ratio:.4g} of it"
-            yield _chi_squared(total, dof) * share, drawn
+            std_finding = f"has std {ratio * std:.6g} {window}, {ratio:.4g} of it"
+            yield _chi_square_p_value(total, dof) * share, std_finding
         sketch = statistics["sketch"]
         low = chdtr(dimensions, square)
         high = chdtrc(dimensions, square)
@@ -160,19 +160,19 @@ class Draws:
         normals = {"size": np.where(low < high, -size, size)}
         normals |= {name: statistics[name] for name in statistics if name.split()[0] in WORDS}
         if "z" in statistics:
-            for lag, before in enumerate(reversed(self._before), 1):
-                normals[f"lag {lag}"] = _along(sketch, before)
-            self._before.append(sketch)
+            for lag, earlier_sketch in enumerate(reversed(self._recent_sketches), 1):
+                normals[f"lag {lag}"] = _projection(sketch, earlier_sketch)
+            self._recent_sketches.append(sketch)
         for name, values in normals.items():
             yield from self._normal(name, values, clients)
         largest = statistics["largest"].max()
         yield d * erfc(largest / ROOT), "has too large a coordinate"
-        for name, chances, what in (
+        for name, chances, finding in (
             ("below", LEVELS, "is not Gaussian"),
-            ("near 0", erf(NEAR / ROOT), "is too often 0 or too seldom"),
+            ("near 0", erf(NEAR_RADII / ROOT), "is too often 0 or too seldom"),
         ):
-            for share, over, totals in self._windows(name, *statistics[name].sum(0), d):
-                yield _binomial(totals[:-1], totals[-1], chances) * share, f"{what} {over}"
+            for share, window, totals in self._windows(name, *statistics[name].sum(0), d):
+                yield _binomial(totals[:-1], totals[-1], chances) * share, f"{finding} {window}"
         if "z" in statistics:
             yield from self._single_draw(statistics["z"])
         yield self._angles(sketch), "is correlated with another draw"
@@ -183,16 +183,16 @@ class Draws:
         values = values[finite]
         if not len(values):
             return
-        what = WORDS[name.split()[0]]
-        far = int(np.abs(values).argmax())
-        who = "" if clients is None else f" of client {clients[finite][far]}"
-        yield len(values) * erfc(abs(values[far]) / ROOT), f"has {what}{who} too far from 0"
+        quantity = WORDS[name.split()[0]]
+        place = int(np.abs(values).argmax())
+        owner = "" if clients is None else f" of client {clients[finite][place]}"
+        yield len(values) * erfc(abs(values[place]) / ROOT), f"has {quantity}{owner} too far from 0"
         sums = self._windows(name, values.sum(), (values**2).sum(), len(values))
-        for share, over, (total, squares, count) in sums:
+        for share, window, (total, squares, count) in sums:
             chance = erfc(abs(total) / math.sqrt(2 * count)) * share
-            yield chance, f"has {what} too far from 0 {over}"
-            chance = _chi_squared(squares, count) * share
-            yield chance, f"has {what} with other variations {over}"
+            yield chance, f"has {quantity} too far from 0 {window}"
+            chance = _chi_square_p_value(squares, count) * share
+            yield chance, f"has {quantity} with other variations {window}"
 
     def _single_draw(self, z: np.ndarray) -> Iterator[Test]:
         """Of one draw over std, float64 [d], by its coordinates, alone and over the rounds."""
@@ -200,9 +200,9 @@ class Draws:
             self._single.append(float(z[0]))
             n = len(self._single)
             if n >= 64 and n & (n - 1) == 0:
-                yield products(np.array(self._single)), f"repeats itself {_over(n)}"
+                yield products(np.array(self._single)), f"repeats itself {_window_text(n)}"
         elif len(z) >= 64:
-            yield products(z[:TOGETHER]), "has coordinates that depend on each other"
+            yield products(z[:COMPARED_COORDINATES]), "has coordinates that depend on each other"
         if not self._count:
             self._sums = np.zeros((2, len(z)))
         self._sums += z, z * z
@@ -212,13 +212,13 @@ class Draws:
             return
         sums, squares = self._sums
         tails = np.minimum(chdtr(self._count, squares), chdtrc(self._count, squares))
-        over = _over(self._count)
+        window = _window_text(self._count)
         place = int(tails.argmin())
         share = math.sqrt(squares[place] / self._count)
-        yield 2 * len(z) * tails[place], f"has {share:.4g} of it at number {place} {over}"
-        chance = _chi_squared(float(sums @ sums) / self._count, len(z))
+        yield 2 * len(z) * tails[place], f"has {share:.4g} of it at number {place} {window}"
+        chance = _chi_square_p_value(float(sums @ sums) / self._count, len(z))
         self._count = 0
-        yield chance, f"has other sums than independent draws {over}"
+        yield chance, f"has other sums than independent draws {window}"
 
     def _windows(self, test: str, *values: float) -> Iterator[tuple[int, str, np.ndarray]]:
         """The sums of a test's values over the last 1, 2, 4, 8, ... draws, these in words, and what
@@ -228,7 +228,7 @@ class Draws:
         totals.append(totals[-1] + values)
         last = len(totals) - 1
         for j in range(last.bit_length()):
-            yield (j + 1) * (j + 2), _over(1 << j), totals[last] - totals[last - (1 << j)]
+            yield (j + 1) * (j + 2), _window_text(1 << j), totals[last] - totals[last - (1 << j)]
 
     def _angles(self, sketch: np.ndarray) -> float:
         """The chance of a correlation as large as that of two of these rows, [k, m], or of one with
@@ -238,27 +238,27 @@ class Draws:
         if m < 2:
             return 1.0
         rows = sketch / np.linalg.norm(sketch, axis=1, keepdims=True)
-        before = self._rows.reshape(-1, m)
-        self._rows = np.concatenate([before, rows])[-KEPT:]
-        cosines = np.append(rows @ before.T, (rows @ rows.T)[np.triu_indices(k, 1)])
+        earlier_rows = self._rows.reshape(-1, m)
+        self._rows = np.concatenate([earlier_rows, rows])[-KEPT_SKETCHES:]
+        cosines = np.append(rows @ earlier_rows.T, (rows @ rows.T)[np.triu_indices(k, 1)])
         rest = max(1 - float(np.abs(cosines).max(initial=0.0)) ** 2, 1e-14)
         return len(cosines) * float(betainc((m - 1) / 2, 0.5, rest)) if len(cosines) else 1.0
 
 
-def _chi_squared(value: float, dof: float) -> float:
+def _chi_square_p_value(value: float, dof: float) -> float:
     """The chance that a chi-squared number is as small as this one, or as large."""
     return 2 * min(float(chdtr(dof, value)), float(chdtrc(dof, value)))
 
 
 def _binomial(counts: np.ndarray, trials: float, chances: np.ndarray) -> float:
     """Twice the least chance that one of these counts is as small, or as large."""
-    more = betainc(np.maximum(counts, 1), trials - counts + 1, chances)
-    less = betainc(np.maximum(trials - counts, 1), counts + 1, 1 - chances)
-    more = np.where(counts > 0, more, 1.0)
-    return 2 * float(np.minimum(more, np.where(counts < trials, less, 1.0)).min())
+    upper_tail = betainc(np.maximum(counts, 1), trials - counts + 1, chances)
+    lower_tail = betainc(np.maximum(trials - counts, 1), counts + 1, 1 - chances)
+    upper_tail = np.where(counts > 0, upper_tail, 1.0)
+    return 2 * float(np.minimum(upper_tail, np.where(counts < trials, lower_tail, 1.0)).min())
 
 
-def _over(length: int) -> str:
+def _window_text(length: int) -> str:
     return "alone" if length == 1 else f"over the last {length} draws"
 
 
@@ -278,18 +278,18 @@ def check_whitening(plan: Plan) -> None:
     for t in rounds:
         row = noise.whitening(t)
         entries = np.zeros(len(squares))
-        near = np.arange(t % separation, min(t + 1, len(row)), separation)
-        turns = (t - near) // separation
-        within = turns < len(squares)
-        entries[turns[within]] = row[near[within]]
+        participation_rounds = np.arange(t % separation, min(t + 1, len(row)), separation)
+        turns = (t - participation_rounds) // separation
+        turn_mask = turns < len(squares)
+        entries[turns[turn_mask]] = row[participation_rounds[turn_mask]]
         squares += np.where(np.arange(len(squares)) * separation <= t, entries, 0.0).cumsum() ** 2
-    accounted = event.amounting(np.arange(1, len(squares) + 1))
-    beyond = np.flatnonzero(squares > accounted * (1 + 1e-9))
-    if len(beyond):
-        n = int(beyond[0])
+    limits = event.effective_counts(np.arange(1, len(squares) + 1))
+    excess_indices = np.flatnonzero(squares > limits * (1 + 1e-9))
+    if len(excess_indices):
+        n = int(excess_indices[0])
         raise RunError(
             f"noise.kind {noise.kind}: {n + 1} participations move the sums whitened by "
-            f"whitening() by {math.sqrt(squares[n]):.6g}, where {math.sqrt(accounted[n]):.6g} was "
+            f"whitening() by {math.sqrt(squares[n]):.6g}, where {math.sqrt(limits[n]):.6g} was "
             "accounted for"
         )
 
@@ -311,116 +311,117 @@ class MonitoredNoise:
         self._noise = noise
         self._source = noise.on_server(seed, d)
         self._sum_std = sum_std or (lambda t, bound: 0.0)
-        self._tested = noise.is_user_defined and sum_std is not None
-        if not self._tested:
+        self._is_tested = noise.is_user_defined and sum_std is not None
+        if not self._is_tested:
             return
         self._whiten = Whitening(noise)
         source = noise.on_server(seed, d)
-        for before in range(t if noise.correlated else 0):
-            drawn = source.on_sum(before, 1.0)
-            self._whiten(np.zeros(d) if drawn is None else drawn)
+        for past_round in range(t if noise.correlated else 0):
+            past_noise = source.on_sum(past_round, 1.0)
+            self._whiten(np.zeros(d) if past_noise is None else past_noise)
         self._kinds: dict[str, Draws] = {}
-        self._refuted: set[tuple[str, int]] = set()
-        self._unrelated: list[np.ndarray] = []  # numbers that side queries may not depend on
+        self._refuted_stds: set[tuple[str, int]] = set()
+        # numbers that side queries may not depend on
+        self._independent_values: list[np.ndarray] = []
 
     def on_sum(self, t: int, std: float, total: np.ndarray) -> np.ndarray | None:
-        """The server's noise on the sum `total` of round t; see `Source.on_sum`."""
-        added = self._source.on_sum(t, std)
-        if not (self._tested and std) or (added is None and self._noise.drawn_by() != "server"):
-            return added
-        sound = added is not None and added.shape == total.shape
-        self._hold(t, sound, "of the server", 0.0, std)
-        assert added is not None
-        z = self._whiten(self._noise.scores(added, std))
-        self._see_sum(t, "of the server", added, z, std, total)
-        return added
+        """The server's noise on the sum `total` of round t; see `NoiseSource.on_sum`."""
+        noise = self._source.on_sum(t, std)
+        if not (self._is_tested and std) or (noise is None and self._noise.drawn_by() != "server"):
+            return noise
+        sound = noise is not None and noise.shape == total.shape
+        self._check_std(t, sound, "of the server", 0.0, std)
+        assert noise is not None
+        z = self._whiten(self._noise.scores(noise, std))
+        self._see_sum(t, "of the server", noise, z, std, total)
+        return noise
 
-    def of_clients(
+    def check_client_noise(
         self, work: Work, cohort: int, results: Sequence[ChunkResult], total: np.ndarray
     ) -> None:
         """Tests what the clients of a round have drawn, whose sum is `total`, float64 [d]."""
-        if not self._tested:
+        if not self._is_tested:
             return
         t, std, sum_std = work.t, work.client_std, self._sum_std(work.t, work.bound)
         parts = [result.drawn for result in results if result.drawn]
         name = f"of {cohort} clients"
-        self._unrelated = []
+        self._independent_values = []
         if self._noise.drawn_by() == "client":
-            drawn = std * math.sqrt(cohort)
-            self._hold(t, drawn >= sum_std * (1 - 1e-9), name, drawn, sum_std)
+            drawn_std = std * math.sqrt(cohort)
+            self._check_std(t, drawn_std >= sum_std * (1 - 1e-9), name, drawn_std, sum_std)
         if not std:
             return
         rows = sum(len(part["client"]) for part in parts)
-        self._hold(t, rows == cohort, name, std * math.sqrt(rows), sum_std)
+        self._check_std(t, rows == cohort, name, std * math.sqrt(rows), sum_std)
         if not cohort:
             return
         names = [name for name in parts[0] if name != "sum"]
         statistics = {name: np.concatenate([part[name] for part in parts]) for name in names}
         self._draws("of clients").see(t, std, statistics, statistics["client"])
-        added = np.sum([part["sum"] for part in parts], axis=0)
-        exact = total - added
-        if np.linalg.norm(exact) < 1e-6 * np.linalg.norm(added):  # what rounding has left
-            exact = np.zeros_like(exact)
-        together = std * math.sqrt(cohort)
-        z = self._noise.scores(added, together)
-        self._see_sum(t, "of all clients", added, z, together, exact)
+        noise_sum = np.sum([part["sum"] for part in parts], axis=0)
+        exact_total = total - noise_sum
+        if np.linalg.norm(exact_total) < 1e-6 * np.linalg.norm(noise_sum):  # what rounding has left
+            exact_total = np.zeros_like(exact_total)
+        total_std = std * math.sqrt(cohort)
+        z = self._noise.scores(noise_sum, total_std)
+        self._see_sum(t, "of all clients", noise_sum, z, total_std, exact_total)
 
     def on_query(self, query: SideQuery, answers: float) -> float:
         """The noise on the sum of the answers to a side query; see `Noise.on_query`."""
-        drawn = self._noise.on_query(query)
-        if not (self._tested and query.std):
-            return drawn
-        value = np.array([drawn], np.float64)
-        hidden = [np.array([answers]), *self._unrelated]
+        noise = self._noise.on_query(query)
+        if not (self._is_tested and query.std):
+            return noise
+        value = np.array([noise], np.float64)
+        hidden_arrays = [np.array([answers]), *self._independent_values]
         # where clients draw, each may draw as much as the round with the fewest needs
         part = self._noise.client_std(query.std, query.clients_left) * math.sqrt(len(query.clients))
         several = self._noise.drawn_by() == "client" and part >= query.std
         sound = False
         error = None
         for place, std in enumerate([query.std, part] if several else [query.std]):
-            if (query.name, place) in self._refuted:
+            if (query.name, place) in self._refuted_stds:
                 continue
             try:
                 draws = self._draws(f"on the query {query.name}", f" {place}")
-                self._see(draws, query.t, std, value / std, hidden)
+                self._see(draws, query.t, std, value / std, hidden_arrays)
                 sound = True
-            except RunError as wrong:
-                self._refuted.add((query.name, place))
-                error = error or wrong
+            except RunError as rejection:
+                self._refuted_stds.add((query.name, place))
+                error = error or rejection
         if error and not sound:
             raise error
-        self._unrelated.append(value)
-        return drawn
+        self._independent_values.append(value)
+        return noise
 
     def on_survey(
         self, seed: int, t: int, std: float, counts: np.ndarray, clients: int
     ) -> np.ndarray:
         """The noise on the counts of a histogram, float64 [bins]; see `Noise.on_survey`."""
-        drawn = self._noise.on_survey(seed, t, std, len(counts), clients)
-        if self._tested:
-            self._hold(t, drawn.shape == counts.shape, "on the histogram", 0.0, std)
-            self._see(self._draws("on the histogram"), t, std, drawn / std, [counts])
-        return drawn
+        noise = self._noise.on_survey(seed, t, std, len(counts), clients)
+        if self._is_tested:
+            self._check_std(t, noise.shape == counts.shape, "on the histogram", 0.0, std)
+            self._see(self._draws("on the histogram"), t, std, noise / std, [counts])
+        return noise
 
-    def _draws(self, what: str, name: str = "") -> Draws:
-        words = f"noise.kind {self._noise.kind}: the noise {what}"
-        return self._kinds.setdefault(f"{what}{name}", Draws(words, len(self._kinds)))
+    def _draws(self, role: str, name: str = "") -> Draws:
+        words = f"noise.kind {self._noise.kind}: the noise {role}"
+        return self._kinds.setdefault(f"{role}{name}", Draws(words, len(self._kinds)))
 
     def _see_sum(
-        self, t: int, what: str, added: np.ndarray, z: np.ndarray, std: float, hidden: np.ndarray
+        self, t: int, role: str, noise: np.ndarray, z: np.ndarray, std: float, total: np.ndarray
     ) -> None:
-        self._see(self._draws(what), t, std, z, [hidden])
-        self._unrelated += [added[:1], added[-1:], added.sum(keepdims=True)]
+        self._see(self._draws(role), t, std, z, [total])
+        self._independent_values += [noise[:1], noise[-1:], noise.sum(keepdims=True)]
 
     def _see(
-        self, draws: Draws, t: int, std: float, z: np.ndarray, hidden: Sequence[np.ndarray]
+        self, draws: Draws, t: int, std: float, z: np.ndarray, hidden_arrays: Sequence[np.ndarray]
     ) -> None:
-        statistics = numbers(z[None], [other[None] for other in hidden])
+        statistics = numbers(z[None], [array[None] for array in hidden_arrays])
         draws.see(t, std, {**statistics, "z": z})
 
-    def _hold(self, t: int, condition: bool, what: str, drawn: float, accounted: float) -> None:
-        if not condition:
+    def _check_std(self, t: int, sound: bool, role: str, std: float, target: float) -> None:
+        if not sound:
             raise RunError(
-                f"noise.kind {self._noise.kind}: the noise {what} in round {t} has std "
-                f"{drawn:.6g}, where N(0, {accounted:.6g}^2) was accounted for"
+                f"noise.kind {self._noise.kind}: the noise {role} in round {t} has std "
+                f"{std:.6g}, where N(0, {target:.6g}^2) was accounted for"
             )

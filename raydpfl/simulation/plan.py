@@ -38,14 +38,14 @@ from raydpfl.privacy.integer_noise import Lattice
 log = logging.getLogger("raydpfl")
 # What may differ between a run and its resumption: where it runs and what it shows, never what it
 # computes.
-FREE = {"client": {"actors", "num_cpus", "timeout"}}
+FREE_SETTINGS = {"client": {"actors", "num_cpus", "timeout"}}
 # keys by the names that the noise is keyed by, which never change
-DIGESTED = {"chunk": "lane", "backend": "way"}
-SLOW = (
+DIGEST_NAMES = {"chunk": "lane", "backend": "way"}
+SLOW_BFLOAT16 = (
     "client.precision bfloat16 is slower than float32 here: this processor has no instructions "
     "for it"
 )
-SHOWS = ("track",)  # sections that say where a run is shown, and nothing of what it is
+DISPLAY_SECTIONS = ("track",)  # sections that say where a run is shown, and nothing of what it is
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,13 @@ class Plan:
         module = models.build(self.experiment.model, form, self.experiment.seed)
         return models.load(module, torch.from_numpy(parameters.copy()))
 
-    def continued(self, segments: tuple[Segment, ...], restart_round: int | None = None) -> Plan:
+    def extend_history(
+        self, segments: tuple[Segment, ...], restart_round: int | None = None
+    ) -> Plan:
         """This plan after the releases of `segments`, restarted from `restart_round` if any."""
-        history, first = segments, restart_round
-        if first is None:
-            history, first = segments[:-1], segments[-1].first if segments else 0
+        history, first_round = segments, restart_round
+        if first_round is None:
+            history, first_round = segments[:-1], segments[-1].first if segments else 0
         if not history:
             return self
         experiment = self.experiment
@@ -115,43 +117,43 @@ class Plan:
             )
             for restart in range(len(history) + 1)
         )
-        most = int(self.composed_rounds[-1]) + sum(map(len, history))
-        mechanism = self.mechanism and self.mechanism.restarted(most)
+        max_rounds = int(self.composed_rounds[-1]) + sum(map(len, history))
+        mechanism = self.mechanism and self.mechanism.restarted_release(max_rounds)
         if self.factors:  # of all releases, one after another
             past = [range(segment.first, segment.end) for segment in history]
-            factors = tuple(map(self.factor, chain(*past, range(first, experiment.rounds))))
+            factors = tuple(map(self.factor, chain(*past, range(first_round, experiment.rounds))))
             mechanism = replace(cast(Mechanism, mechanism), factors=factors)
-        changed = replace(self, history=history, first=first, clients_left=clients_left)
-        return replace(changed, mechanism=mechanism)
+        plan = replace(self, history=history, first=first_round, clients_left=clients_left)
+        return replace(plan, mechanism=mechanism)
 
-    def origin(self, stored: Mapping[str, str] | None = None) -> dict[str, str]:
+    def origin(self, stored_origin: Mapping[str, str] | None = None) -> dict[str, str]:
         """What a run's bits depend on, next to the experiment, by name; as a checkpoint of fewer
-        rounds would have it, where `stored` is that of one.
+        rounds would have it, where `stored_origin` is that of one.
         """
         # a checkpoint of another run goes on nowhere else
         digest = _digest64([self.experiment.seed, self._release_config()])
         origin = {"experiment": f"{digest:016x}", "data": self.shards.name}
         origin["clients"] = self._clients()
         if self.mechanism:
-            origin["cohorts"] = self._cohorts((stored or {}).get("cohorts"))
+            origin["cohorts"] = self._cohorts((stored_origin or {}).get("cohorts"))
             origin["mechanism"] = self.mechanism.round_digest()
         return origin | dict(self.platform)
 
-    def _cohorts(self, stored: str | None = None) -> str:
+    def _cohorts(self, digest: str | None = None) -> str:
         """A digest of the draws by the experiment's own seed, and of how many rounds they are: all
-        of a user-defined selection, else the first few; those of `stored`, if there are as many.
+        of a user-defined selection, else the first few; those of `digest`, if there are as many.
         """
         # what was released before a change of code or versions is counted by draws made after it
         experiment = self.experiment
         selection = experiment.selection
         rounds = experiment.rounds if selection.is_user_defined else min(experiment.rounds, 4)
-        before = (stored or "").rpartition(" ")[2]
-        if before.isdecimal() and 1 <= int(before) <= experiment.rounds:
-            rounds = int(before)
+        stored_rounds = (digest or "").rpartition(" ")[2]
+        if stored_rounds.isdecimal() and 1 <= int(stored_rounds) <= experiment.rounds:
+            rounds = int(stored_rounds)
 
         def compute() -> str:
-            drawn = [selection.exposed(experiment.seed, t, self.population) for t in range(rounds)]
-            return f"{_hex16(fingerprint(clients) for clients in drawn)} of {rounds}"
+            draws = [selection.exposed(experiment.seed, t, self.population) for t in range(rounds)]
+            return f"{_hex16(fingerprint(clients) for clients in draws)} of {rounds}"
 
         return self.population.cached(("cohorts", experiment.seed, rounds), compute)
 
@@ -161,7 +163,9 @@ class Plan:
             self.population.privacy_cost,
             self.experiment.selection.corrections(self.population),
             self.mechanism.step_stds if self.mechanism else None,
-            self.individual.squares / self.individual.moves**2 if self.individual else None,
+            self.individual.squares / self.individual.sensitivity_factor**2
+            if self.individual
+            else None,
         ]
         # which may depend on more than its source and the data
         if self.experiment.weights.is_user_defined:
@@ -181,26 +185,26 @@ class Plan:
         return sum(map(len, self.history)) - self.first
 
     @property
-    def composed_before(self) -> int:
+    def extra_composed_rounds(self) -> int:
         """How many rounds accountants compose in addition to `composed_rounds`: those released
         again; where rounds of an epoch depend on each other, all of each epoch that one touches.
         """
         sums = self.mechanism if self.mechanism and not self.mechanism.by_draws else None
         epoch = (sums and sums.cohorts and sums.cohorts.epoch) or 1
-        spans = (-(-one.end // epoch) - one.first // epoch for one in self.history)
+        spans = (-(-segment.end // epoch) - segment.first // epoch for segment in self.history)
         return epoch * (sum(spans) - self.first // epoch)
 
     @cached_property
     def surveys(self) -> np.ndarray:
         """Noisy histograms until after every round, int64 [rounds], restarts included."""
-        every = self.experiment.evaluate.every
+        interval = self.experiment.evaluate.every
         rounds = np.arange(1, self.experiment.rounds + 1)
         if self.mechanism is None or self.mechanism.survey is None:
             return 0 * rounds
-        before = sum(one.end // every - one.first // every for one in self.history)
-        return rounds // every + before - self.first // every
+        past = sum(segment.end // interval - segment.first // interval for segment in self.history)
+        return rounds // interval + past - self.first // interval
 
-    def surveyed(self, t: int) -> bool:
+    def has_survey(self, t: int) -> bool:
         """Whether all clients are asked after round t."""
         asks = self.mechanism is not None and self.mechanism.survey is not None
         return asks and (t + 1) % self.experiment.evaluate.every == 0
@@ -218,17 +222,17 @@ class Plan:
         the clients' weights and noise, the user's code, the versions and how the processor
         computes. With `noise.common` it is the experiment's own seed.
         """
-        if self.experiment.noise.of_seed:
+        if self.experiment.noise.has_common_noise:
             return self.seed
         side_stds = list(self.side_stds.values()) or [0.0]
-        left = self.clients_left
+        clients_left = self.clients_left
         if self.experiment.selection.dropout and self.experiment.noise.drawn_by() != "client":
-            left = 0  # no release depends on it, and rounds to come may lose more clients
+            clients_left = 0  # no release depends on it, and rounds to come may lose more clients
         facts = [
             self.seed,
             self.restart,
             self._release_config(),
-            [self.ratio, *side_stds, left, self.weight, self.d],
+            [self.ratio, *side_stds, clients_left, self.weight, self.d],
             self.shards.name,
             self._clients(),
             dict(self.platform),
@@ -246,11 +250,11 @@ class Plan:
     @cached_property
     def survey_seed(self) -> int:
         """The seed of the noise on histograms of scores, which no other release has."""
-        experiment = self.experiment.evaluate
-        asked = experiment.model_dump(mode="json", include={"histogram", "validation", "every"})
-        metric = experiment.per_client and experiment.per_client.meaning()
-        rules = filter(None, (experiment.fine_tune, self.experiment.personal))
-        facts = ["survey", self.noise_seed, asked, metric, *(rule.meaning() for rule in rules)]
+        evaluate = self.experiment.evaluate
+        section = evaluate.model_dump(mode="json", include={"histogram", "validation", "every"})
+        metric = evaluate.per_client and evaluate.per_client.meaning()
+        rules = filter(None, (evaluate.fine_tune, self.experiment.personal))
+        facts = ["survey", self.noise_seed, section, metric, *(rule.meaning() for rule in rules)]
         return _digest64(facts)
 
     def _release_config(self) -> dict[str, Any]:
@@ -258,12 +262,12 @@ class Plan:
         experiment = self.experiment
         names = ("model", "selection", "local", "bounding", "weights", "server")
         meanings: dict[str, Any] = {name: getattr(experiment, name).meaning() for name in names}
-        for name in experiment.selection.named:  # the file is among the clients' facts
+        for name in experiment.selection.file_fields:  # the file is among the clients' facts
             meanings["selection"].pop(name)
         meanings["client"] = {
-            DIGESTED.get(name, name): value
+            DIGEST_NAMES.get(name, name): value
             for name, value in experiment.client.model_dump(mode="json").items()
-            if name not in FREE["client"]
+            if name not in FREE_SETTINGS["client"]
         }
         meanings["noise"] = experiment.noise.release()
         if experiment.personal:  # no release depends on it, but what clients go on with does
@@ -271,11 +275,12 @@ class Plan:
         return meanings
 
     @property
-    def rigorous(self) -> tuple[str, ...]:
-        """The rigorous accountants of `named` that cover the mechanism: the smallest epsilon of
-        theirs is held against the budget.
+    def rigorous_accountants(self) -> tuple[str, ...]:
+        """Those of `accountants` that are rigorous and cover the mechanism: their smallest epsilon
+        is held against the budget.
         """
-        return tuple(name for name in privacy.rigorous(self.named) if not self.uncovered(name))
+        names = privacy.rigorous(self.accountants)
+        return tuple(name for name in names if not self.coverage_gap(name))
 
     def check(self, shards: Shards) -> None:
         """Raises `ConfigError` for what cannot be scored or measured of these data, and for a
@@ -291,13 +296,14 @@ class Plan:
         budget = experiment.privacy.budget
         if budget is None or self.mechanism is None:
             return
-        reason = self.mechanism.unproved and f"no proof holds it: {self.mechanism.unproved}"
-        if not self.rigorous:
-            reason = f"no rigorous accountant can hold it: {self.uncovered(self.named[-1])}"
+        reason = self.mechanism.proof_gap and f"no proof holds it: {self.mechanism.proof_gap}"
+        if not self.rigorous_accountants:
+            gap = self.coverage_gap(self.accountants[-1])
+            reason = f"no rigorous accountant can hold it: {gap}"
         if reason:
             raise ConfigError("privacy.budget", budget, f"none here, as {reason}")
 
-    def uncovered(self, accountant: str) -> str | None:
+    def coverage_gap(self, accountant: str) -> str | None:
         """Why an accountant does not cover the mechanism, in words; None if it does."""
         if self.mechanism is None or self.mechanism.by_draws:
             return None
@@ -306,20 +312,20 @@ class Plan:
 
     @cached_property
     def report(self) -> ReleaseReport:
-        """What the mechanism costs, by the accountants of `named`."""
+        """What the mechanism costs, by each of `accountants`."""
         assert self.mechanism is not None
-        return privacy.report_of(self.mechanism, self.named, self.experiment.terms)
+        return privacy.report_of(self.mechanism, self.accountants, self.experiment.terms)
 
     @property
-    def named(self) -> tuple[str, ...]:
+    def accountants(self) -> tuple[str, ...]:
         """The accountants of the guarantees: those asked for, and where none of them is
         rigorous, a rigorous one that covers the mechanism, since a formula never stands by itself.
         """
-        asked = self.experiment.accountants
-        if not asked or privacy.rigorous(asked):
-            return asked
-        covering = [name for name in privacy.FALLBACK if not self.uncovered(name)]
-        return (*asked, *(covering or privacy.FALLBACK)[:1])
+        names = self.experiment.accountants
+        if not names or privacy.rigorous(names):
+            return names
+        fallbacks = [name for name in privacy.FALLBACK if not self.coverage_gap(name)]
+        return (*names, *(fallbacks or privacy.FALLBACK)[:1])
 
     def weights(self, clients: np.ndarray) -> np.ndarray:
         """The factors float64 [r] of these clients' contributions. Raises `RunError` for one above
@@ -327,10 +333,10 @@ class Plan:
         """
         member = self.experiment.weights
         weights = client_weights(member, self.experiment.selection, self.population)[clients]
-        heaviest = float(np.abs(weights).max(initial=0.0))
-        if not heaviest <= self.weight:
+        max_weight = float(np.abs(weights).max(initial=0.0))
+        if not max_weight <= self.weight:
             raise RunError(
-                f"weights.kind {member.kind} gives a client weight {heaviest:g}, "
+                f"weights.kind {member.kind} gives a client weight {max_weight:g}, "
                 f"above the {self.weight:g} that was accounted for"
             )
         return weights
@@ -354,14 +360,14 @@ class Plan:
             return None
         return self.mechanism.integer.lattice(self.mechanism.noise_multiplier)
 
-    def modular(self, t: int, bound: float | None) -> ModularSum | None:
+    def modular_sum(self, t: int, bound: float | None) -> ModularSum | None:
         """How the sum of round t is taken; None: not of integers."""
         if self.lattice is None or bound is None:
             return None
         assert self.mechanism is not None and self.mechanism.integer is not None
         step = self.lattice.step * bound * self.weight
-        how = self.mechanism.integer
-        return ModularSum(step, self.lattice.square, how.bits, how.rotated, self.noise_seed, t)
+        noise = self.mechanism.integer
+        return ModularSum(step, self.lattice.square, noise.bits, noise.rotated, self.noise_seed, t)
 
     def drawn_std(self, t: int, bound: float | None) -> float:
         """`sum_std`, in steps where sums are of integers."""
@@ -389,12 +395,12 @@ class Plan:
         mechanism = self.mechanism
         by_draws = mechanism is not None and mechanism.by_draws
         participations = self.participations(experiment.rounds) if by_draws else {}
-        half = client.precision == "bfloat16" and not client.num_gpus
-        warnings = [SLOW if half and not hardware.has_bfloat16() else None]
+        half_precision = client.precision == "bfloat16" and not client.num_gpus
+        warnings = [SLOW_BFLOAT16 if half_precision and not hardware.has_bfloat16() else None]
         warnings += [_classes(Shards.open(self.shards)), *experiment.warnings()]
         if mechanism:
             delta = experiment.terms.delta
-            warnings.append(privacy.loose(delta, mechanism.largest, mechanism.unit))
+            warnings.append(privacy.delta_warning(delta, mechanism.largest, mechanism.unit))
             warnings += self.report.warnings(participations)
         for warning in filter(None, warnings):
             log.warning(warning)
@@ -403,10 +409,10 @@ class Plan:
         try:
             self.report.check_claims(participations)
         except BudgetError as error:
-            uncounted = experiment.selection.uncounted
-            if not self.history and not uncounted:
+            reason = experiment.selection.uncounted
+            if not self.history and not reason:
                 raise
-            log.warning("%s, as %s", error, uncounted or "rounds were released twice")
+            log.warning("%s, as %s", error, reason or "rounds were released twice")
 
     def curves(self, draws: list[np.ndarray] | None = None) -> dict[str, np.ndarray]:
         """Epsilon after 1, 2, ... rounds by every accountant, float64 [rounds] each: of a client,
@@ -415,8 +421,8 @@ class Plan:
         if not self.mechanism:
             return {}
         draws = self.counted_draws() if draws is None else draws
-        composed = self.composed_rounds + self.composed_before
-        return self.report.curves(draws, composed, self.surveys)
+        composed_rounds = self.composed_rounds + self.extra_composed_rounds
+        return self.report.curves(draws, composed_rounds, self.surveys)
 
     def cohort_seed(self, restart: int | None = None) -> int:
         """The seed of the cohorts of a segment, the present one by default. Where the cohort is a
@@ -434,8 +440,8 @@ class Plan:
             for t in range(segment.first, segment.end)
         ]
         present = [(self.cohort_seed(), t) for t in range(self.first, rounds)]
-        exposed = self.experiment.selection.exposed
-        return [exposed(seed, t, self.population) for seed, t in (*past, *present)]
+        selection = self.experiment.selection
+        return [selection.exposed(seed, t, self.population) for seed, t in (*past, *present)]
 
     def counted_draws(self) -> list[np.ndarray] | None:
         """`draws` of the whole run, where what clients spend depends on these; else None."""
@@ -443,8 +449,8 @@ class Plan:
         if mechanism is None:
             return None
         # how often the clients of a virtual cohort are drawn is unknown
-        simulated = mechanism.unproved and self.experiment.noise.stands_for is None
-        return self.draws(self.experiment.rounds) if mechanism.by_draws or simulated else None
+        is_simulated = mechanism.proof_gap and self.experiment.noise.stands_for is None
+        return self.draws(self.experiment.rounds) if mechanism.by_draws or is_simulated else None
 
     def participations(self, rounds: int) -> Counter:
         """How often the seed draws every client in the releases up to round `rounds`; where losses
@@ -458,23 +464,23 @@ class Plan:
             return []
         # how often the clients of a virtual cohort are drawn is unknown
         counts = participations if self.experiment.noise.stands_for is None else None
-        composed = int(self.composed_rounds[rounds - 1]) + self.composed_before
-        asked = int(self.surveys[rounds - 1])
-        held = self.report.guarantees(counts, composed, asked)
+        composed_rounds = int(self.composed_rounds[rounds - 1]) + self.extra_composed_rounds
+        survey_count = int(self.surveys[rounds - 1])
+        guarantees = self.report.guarantees(counts, composed_rounds, survey_count)
         if self.individual:
-            held += self.individual.guarantees(cast(Mechanism, self.mechanism))
-        return held
+            guarantees += self.individual.guarantees(cast(Mechanism, self.mechanism))
+        return guarantees
 
-    def of_the_chosen(self, rounds: int, chosen: Mapping[int, int]) -> list[Guarantee]:
+    def of_the_chosen(self, rounds: int, chosen_counts: Mapping[int, int]) -> list[Guarantee]:
         """As `guarantees`, counting only how often losses have chosen the clients: none of these is
         proved. Empty where all who are exposed are counted.
         """
-        uncounted = self.experiment.selection.uncounted
-        if not self.mechanism or rounds == 0 or uncounted is None:
+        reason = self.experiment.selection.uncounted
+        if not self.mechanism or rounds == 0 or reason is None:
             return []
         return [
-            guarantee.leaving_out(uncounted, "chosen")
-            for guarantee in self.report.guarantees(chosen, rounds)
+            guarantee.add_exclusion(reason, "chosen")
+            for guarantee in self.report.guarantees(chosen_counts, rounds)
         ]
 
 
@@ -505,8 +511,8 @@ def _classes(shards: Shards) -> str | None:
         return "all training samples are of one class: no classes are left to distinguish"
     if not shards.unseen:
         return None
-    some = ", ".join(map(str, shards.unseen[:5])) + (", ..." if len(shards.unseen) > 5 else "")
+    ids = ", ".join(map(str, shards.unseen[:5])) + (", ..." if len(shards.unseen) > 5 else "")
     return (
-        f"no training sample is of {len(shards.unseen)} of the {shards.classes} classes ({some}); "
+        f"no training sample is of {len(shards.unseen)} of the {shards.classes} classes ({ids}); "
         "the model has an output for each: number the classes from 0 without gaps"
     )

@@ -17,7 +17,7 @@ from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.resolution import resolve
 
 
-def of_config(
+def planned_budget(
     experiment: Experiment, data_root: Path | None = None, person: int | None = None
 ) -> Budget | PersonalBudget:
     """What a run would guarantee, with its cohorts drawn, and the noise that each accountant would
@@ -25,64 +25,65 @@ def of_config(
     `data_root`) are prepared, for the clients' sizes. `person`: how many samples of a client a
     person has; None: all. Raises `ConfigError` for a run that would be refused, or has no noise.
     """
-    experiment = without_model(experiment)
+    experiment = strip_model(experiment)
     if not experiment.private:
         expected = "a noise with a budget, such as noise={kind: gaussian, epsilon: 8}"
         raise ConfigError("noise.kind", experiment.noise.kind, expected)
     plan = resolve(experiment, data_root)
     experiment = plan.experiment
-    seen = plan.participations(experiment.rounds)
+    participations = plan.participations(experiment.rounds)
     budget: Budget | PersonalBudget
     if plan.mechanism and plan.mechanism.by_draws:
         steps = cast(LocalSteps, plan.mechanism)
-        budget = PersonalBudget(steps, seen, experiment.privacy.accountants, person)
+        budget = PersonalBudget(steps, participations, experiment.privacy.accountants, person)
     elif person is not None:
         expected = "none where whole clients are protected, with all their samples"
         raise ConfigError("--person", person, expected)
     else:
-        budget = _of_cohorts(plan, cast(Mechanism, plan.mechanism), seen)
+        budget = _cohort_budget(plan, cast(Mechanism, plan.mechanism), participations)
     if experiment.privacy.budget is not None:
-        budget.notes.append(_lasts(plan, experiment.privacy.budget))
+        budget.notes.append(_budget_note(plan, experiment.privacy.budget))
     return budget
 
 
-def _of_cohorts(plan: Plan, mechanism: Mechanism, seen: Counter) -> Budget:
-    """The budget of sums over cohorts; `seen` is how often every client is drawn."""
+def _cohort_budget(plan: Plan, mechanism: Mechanism, participations: Counter) -> Budget:
+    """The budget of sums over cohorts; `participations` is how often every client is drawn."""
     experiment = plan.experiment
     assert experiment.bounding.initial_bound is not None  # there is noise on updates
     scale = experiment.bounding.initial_bound * plan.weight
-    updates, *others = mechanism.queries
+    updates, *side_queries = mechanism.queries
     updates = replace(updates, bound=updates.bound * scale, std=updates.std * scale)
-    mechanism = replace(mechanism, queries=(updates, *others))
+    mechanism = replace(mechanism, queries=(updates, *side_queries))
     target = experiment.noise.target()
     unknown: Unknown = "epsilon" if target is None else "noise"
-    most = max(seen.values(), default=1) if experiment.noise.stands_for is None else None
+    is_virtual = experiment.noise.stands_for is not None
+    max_participations = None if is_virtual else max(participations.values(), default=1)
     terms = experiment.terms
     individual = tuple(plan.individual.guarantees(mechanism)) if plan.individual else ()
     return Budget(
-        mechanism, terms.relation, terms.delta, unknown, target, 1, most, terms.v, run=mechanism,
-        individual=individual,
+        mechanism, terms.relation, terms.delta, unknown, target, 1, max_participations, terms.v,
+        run=mechanism, individual=individual,
     )  # fmt: skip
 
 
-def _lasts(plan: Plan, budget: float) -> str:
+def _budget_note(plan: Plan, budget: float) -> str:
     """How many rounds a budget lasts for, in words."""
     curves = plan.curves()
-    spent = np.min([curves[name] for name in plan.rigorous], axis=0)
-    lasts = int((spent <= budget).sum())
-    rounds = f"{lasts} of the {plan.experiment.rounds} rounds"
-    return f"privacy.budget {budget:g} lasts for {rounds}, by {' and '.join(plan.rigorous)}"
+    names = plan.rigorous_accountants
+    epsilons = np.min([curves[name] for name in names], axis=0)
+    rounds = f"{int((epsilons <= budget).sum())} of the {plan.experiment.rounds} rounds"
+    return f"privacy.budget {budget:g} lasts for {rounds}, by {' and '.join(names)}"
 
 
-def without_model(experiment: Experiment) -> Experiment:
+def strip_model(experiment: Experiment) -> Experiment:
     """The experiment as far as it bears on privacy. A user's own model is not imported if its size
     does not count, and an own server not if no noise is correlated over the rounds."""
-    if experiment.accounted_with() & experiment.unread.keys():
-        return experiment.imported()
+    if experiment.accounted_with() & experiment.unimported_kinds.keys():
+        return experiment.import_members()
     changes: dict[str, Any] = {}
-    if "model" in experiment.unread:
+    if "model" in experiment.unimported_kinds:
         client = experiment.client.model_copy(update={"backend": "auto"})
         changes |= {"model": models.FAMILY["linear"](), "client": client}
-    if "server" in experiment.unread:
+    if "server" in experiment.unimported_kinds:
         changes["server"] = server.ServerSgd()
     return experiment.model_copy(update=changes)

@@ -14,7 +14,7 @@ from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Work
 from raydpfl.errors import RunError
 from raydpfl.experiment import Experiment
 from raydpfl.simulation.client.actor import ClientActor
-from raydpfl.simulation.evaluation import Scored
+from raydpfl.simulation.evaluation import BatchScores
 
 
 class Pool(Protocol):
@@ -45,9 +45,11 @@ class Pool(Protocol):
         float64 [k].
         """
 
-    def evaluate(self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]) -> list[Scored]:
+    def evaluate(
+        self, model: np.ndarray, t: int, client_parameters: Mapping[int, np.ndarray]
+    ) -> list[BatchScores]:
         """What a model, float32 [d], does after t rounds on every batch that it is evaluated on, in
-        order. `own`: by client, what it has of its own of the model, float32 [own].
+        order. `client_parameters`: by client, what it has of its own of the model, float32 [own].
         """
 
     def close(self) -> None:
@@ -58,7 +60,7 @@ class _Timeout(BaseException):
     """Passes through where a client's exceptions are caught."""
 
 
-class Inline:
+class InlinePool:
     """The clients as plain objects in this process, one after another (compiled: in threads)."""
 
     healthy = 1
@@ -73,16 +75,16 @@ class Inline:
         self._kind = experiment.model.kind
 
     @contextmanager
-    def _limited(self, what: str) -> Iterator[None]:
+    def _time_limit(self, task: str) -> Iterator[None]:
         """Raises `RunError` for what takes longer than `client.timeout`, if that is a number."""
         try:
-            with signals.limited(self._seconds, _Timeout()):
+            with signals.time_limit(self._seconds, _Timeout()):
                 yield
         except _Timeout:
             client = self.client.progress.client
-            where = f"client {client}: " if client >= 0 else ""
+            prefix = f"client {client}: " if client >= 0 else ""
             raise RunError(
-                f"{where}{what} did not end within {self._seconds:g} s; model.kind {self._kind} "
+                f"{prefix}{task} did not end within {self._seconds:g} s; model.kind {self._kind} "
                 "hangs there, or client.timeout is to be higher"
             ) from None
 
@@ -93,17 +95,20 @@ class Inline:
         self, broadcast: Broadcast, work: Work, assignments: Sequence[Sequence[Chunk]]
     ) -> Iterator[tuple[int, ChunkResult]]:
         for index, chunks in enumerate(assignments):
-            with self._limited("training"):
+            with self._time_limit("training"):
                 result = self.client.train(broadcast, work, chunks)
             yield index, result
 
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
-        with self._limited("answering with its loss"):
+        with self._time_limit("answering with its loss"):
             return np.array(self.client.losses(model, t, clients.tolist(), noise_seed))
 
-    def evaluate(self, model: np.ndarray, t: int, own: Mapping[int, np.ndarray]) -> list[Scored]:
-        with self._limited("the evaluation of the model"):
-            return self.client.evaluate(model, t, range(len(self.client.evaluator.batches)), own)
+    def evaluate(
+        self, model: np.ndarray, t: int, client_parameters: Mapping[int, np.ndarray]
+    ) -> list[BatchScores]:
+        with self._time_limit("the evaluation of the model"):
+            indices = range(len(self.client.evaluator.batches))
+            return self.client.evaluate(model, t, indices, client_parameters)
 
     def close(self) -> None:
         pass

@@ -19,7 +19,7 @@ from raydpfl.storage.tables import schema, write_table
 FRESH_NOISE = (
     "--resume --fresh-noise goes on with noise of its own, and rounds released before count twice"
 )
-UNKNOWN = "what this run has spent is unknown"
+UNKNOWN_SPENDING = "what this run has spent is unknown"
 
 
 class Account:
@@ -31,7 +31,7 @@ class Account:
         self.draws = plan.counted_draws()  # the clients of all releases, where these are counted
         self.curves = plan.curves(self.draws)
 
-    def spent(self, t: int) -> dict[str, float]:
+    def epsilons(self, t: int) -> dict[str, float]:
         """Epsilon after round t, by accountant."""
         return {name: float(curve[t]) for name, curve in self.curves.items()}
 
@@ -39,14 +39,14 @@ class Account:
         """Writes the spending of round t, with this bound (None: nothing is bounded), to the ledger
         ahead of it. Raises `BudgetError` where the run may not spend that; nothing is written.
         """
-        spent = self.spent(t)
+        epsilons = self.epsilons(t)
         budget = self.plan.experiment.privacy.budget
         if budget is not None:
-            least = min(self.plan.rigorous, key=spent.__getitem__)
-            check_budget(t, spent, {least: budget})
+            accountant = min(self.plan.rigorous_accountants, key=epsilons.__getitem__)
+            check_budget(t, epsilons, {accountant: budget})
         if self.plan.mechanism:
             release = self._release(t, bound, present=True)
-            self.ledger.record(t=t, restart=self.plan.restart, epsilon=spent, **release)
+            self.ledger.record(t=t, restart=self.plan.restart, epsilon=epsilons, **release)
 
     def _release(self, t: int, bound: float | None, present: bool) -> dict[str, Any]:
         """The ledger's line of a release; only the `present` segment has a key of its noise."""
@@ -56,9 +56,9 @@ class Account:
         release["std"] = plan.sum_std(t, bound)
         release |= {f"{name}_std": std * plan.factor(t) for name, std in plan.side_stds.items()}
         if plan.mechanism.survey:
-            release["survey_std"] = plan.mechanism.survey.std if plan.surveyed(t) else 0.0
-        if asked := plan.experiment.selection.loss_query:
-            release["loss_std"] = asked.std
+            release["survey_std"] = plan.mechanism.survey.std if plan.has_survey(t) else 0.0
+        if loss_query := plan.experiment.selection.loss_query:
+            release["loss_std"] = loss_query.std
         release["delta"] = plan.experiment.terms.delta
         return release | ({"key": self.plan.noise_key} if present else {})
 
@@ -66,9 +66,9 @@ class Account:
         """Raises `RunError` unless the `rounds` of a checkpoint are in the ledger as this plan
         releases them. `bound` is in force in the coming round.
         """
-        if self.plan.mechanism and self.ledger.spent().rounds < rounds:
-            recorded = f"the ledger has {self.ledger.spent().rounds} rounds"
-            raise RunError(f"{recorded} and the checkpoint {rounds}: {UNKNOWN}")
+        if self.plan.mechanism and self.ledger.spending().rounds < rounds:
+            ledger_text = f"the ledger has {self.ledger.spending().rounds} rounds"
+            raise RunError(f"{ledger_text} and the checkpoint {rounds}: {UNKNOWN_SPENDING}")
         for entry in self.ledger.entries:
             self._verify(entry, rounds, bound)
 
@@ -79,35 +79,35 @@ class Account:
         if self.plan.experiment.bounding.adapts and not (t == rounds and present):
             bound = entry.get("bound")  # computed for the coming round alone
             if not (isinstance(bound, float) and 0 < bound < math.inf):
-                raise RunError(f"the ledger has bound {bound} for round {t}: {UNKNOWN}")
-        planned = self._release(t, bound, present)
-        stored = {name: entry.get(name) for name in planned}
-        if stored == planned:
+                raise RunError(f"the ledger has bound {bound} for round {t}: {UNKNOWN_SPENDING}")
+        planned_entry = self._release(t, bound, present)
+        stored_entry = {name: entry.get(name) for name in planned_entry}
+        if stored_entry == planned_entry:
             return
-        other = next(name for name in planned if stored[name] != planned[name])
-        what = f"{other} {stored[other]} for round {t}, where this run has {planned[other]}"
-        reason = f"; {FRESH_NOISE}" if other == "key" else ""
-        raise RunError(f"the ledger has {what}: {UNKNOWN}{reason}")
+        key = next(name for name in planned_entry if stored_entry[name] != planned_entry[name])
+        text = f"{key} {stored_entry[key]} for round {t}, where this run has {planned_entry[key]}"
+        reason = f"; {FRESH_NOISE}" if key == "key" else ""
+        raise RunError(f"the ledger has {text}: {UNKNOWN_SPENDING}{reason}")
 
     def guarantees(self, rounds: int, participations: Counter) -> list[Guarantee]:
         """What holds for everything in the ledger, rounds that a crash cut off included.
         `participations`: how often every client was drawn in the rounds that are done.
         """
-        recorded = self._recorded(rounds, participations)
-        guarantees = self.plan.guarantees(*recorded)
-        if recorded[0] == rounds and not self.plan.history:  # else the chosen are unknown
+        ledger_counts = self._ledger_counts(rounds, participations)
+        guarantees = self.plan.guarantees(*ledger_counts)
+        if ledger_counts[0] == rounds and not self.plan.history:  # else the chosen are unknown
             guarantees += self.plan.of_the_chosen(rounds, participations)
         return guarantees
 
-    def _recorded(self, rounds: int, participations: Counter) -> tuple[int, Counter]:
-        recorded = max(rounds, self.ledger.spent().rounds)
-        chosen = self.plan.experiment.selection.asks
+    def _ledger_counts(self, rounds: int, participations: Counter) -> tuple[int, Counter]:
+        ledger_rounds = max(rounds, self.ledger.spending().rounds)
+        asks_losses = self.plan.experiment.selection.asks
         # who might have been chosen does not depend on the data
-        if recorded > rounds or self.plan.history or chosen:
-            return recorded, self.plan.participations(recorded)
-        return recorded, participations.copy()
+        if ledger_rounds > rounds or self.plan.history or asks_losses:
+            return ledger_rounds, self.plan.participations(ledger_rounds)
+        return ledger_rounds, participations.copy()
 
-    def per_client(
+    def write_guarantees(
         self, out: Path, rounds: int, participations: Counter
     ) -> dict[str, list[Any]] | None:
         """Writes every client's own guarantee to guarantees.parquet. Returns quantiles of epsilon
@@ -116,11 +116,12 @@ class Account:
         mechanism = self.plan.mechanism
         if mechanism is None or not mechanism.by_draws:
             return None
-        _, seen = self._recorded(rounds, participations)
-        rows = cast(LocalStepsReport, self.plan.report).client_table(seen)
+        _, draw_counts = self._ledger_counts(rounds, participations)
+        rows = cast(LocalStepsReport, self.plan.report).client_table(draw_counts)
         table = pa.Table.from_pylist(rows, schema(rows[0] if rows else ()))
         write_table(out / "guarantees.parquet", table)
-        quantiles = {name: row_quantiles(rows, column(name)) for name in rigorous(self.plan.named)}
+        names = rigorous(self.plan.accountants)
+        quantiles = {name: row_quantiles(rows, column(name)) for name in names}
         return {"at": list(SHARES)} | {
             name: [value if math.isfinite(value) else "infinity" for value in values]
             for name, values in quantiles.items()

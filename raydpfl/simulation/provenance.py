@@ -37,9 +37,9 @@ from raydpfl.training.trainer import Trainer
 
 PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")
 # packages whose version may change a model's bits
-COMPUTING = ("raydpfl", "torch", "torchvision", "numpy")
+COMPUTING_PACKAGES = ("raydpfl", "torch", "torchvision", "numpy")
 # the digest of what compiled code draws and trains to, on every processor
-COMPILED = "fe354680ff3df63d"
+COMPILED_DIGEST = "fe354680ff3df63d"
 # what a node has to agree with the run on, and its GPU where the run knows one
 NODE = ("cpu", "products", "arithmetic", "native", "bfloat16", "settings")
 GPU = ("device", "cuda", "cudnn", "cublas")
@@ -69,10 +69,10 @@ def commit() -> str | None:
     place = (f"--git-dir={root / '.git'}", f"--work-tree={root}")
     command = ("git", *place, "describe", "--always", "--dirty")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    return process.stdout.strip() or None
 
 
 @functools.cache
@@ -80,7 +80,8 @@ def capability() -> dict[str, str]:
     """How this process computes: `cpu`, torch's vector instructions; `products`, whether MKL takes
     the processor for Intel's; `settings`, environment variables that affect products; `arithmetic`,
     a digest of products, convolutions, sums and elementary functions in float32 and float64, on one
-    thread (10 ms); and where compiled code does not draw or train to `COMPILED`, `native`, its own.
+    thread (10 ms); and where compiled code does not draw or train to `COMPILED_DIGEST`, `native`,
+    its own.
     """
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if os.environ.get(name)]
     facts = {
@@ -89,9 +90,9 @@ def capability() -> dict[str, str]:
         "products": "torch" if hardware.maker() == "GenuineIntel" else "oneDNN",
         "arithmetic": _arithmetic(),
     }
-    computed = COMPILED if native.library() is None else _digest(_compiled())
-    if computed != COMPILED:
-        facts["native"] = computed
+    native_digest = COMPILED_DIGEST if native.library() is None else _digest(_native_results())
+    if native_digest != COMPILED_DIGEST:
+        facts["native"] = native_digest
     return facts | ({"settings": " ".join(settings)} if settings else {})
 
 
@@ -101,22 +102,22 @@ def check_node(
     """Raises `RunError` if this process, on the node `host` and with a GPU of these facts, does not
     compute as the run does (`expected`: of the run, `of`).
     """
-    here = dict(capability())
+    node_facts = dict(capability())
     names = [*NODE]
     if "bfloat16" in expected:
-        here |= of_bfloat16()
+        node_facts |= bfloat16_facts()
     if gpu and "device" in expected:
-        here |= gpu
+        node_facts |= gpu
         names += GPU
-    other = ", ".join(
-        f"{name} {here.get(name, 'unset')} instead of {expected.get(name, 'unset')}"
+    mismatches = ", ".join(
+        f"{name} {node_facts.get(name, 'unset')} instead of {expected.get(name, 'unset')}"
         for name in names
-        if expected.get(name) != here.get(name)
+        if expected.get(name) != node_facts.get(name)
     )
-    if other:
+    if mismatches:
         raise RunError(
-            f"node {host} computes otherwise than the run ({other}), so that its clients would "
-            "have other bits; use nodes of one kind, or set ATEN_CPU_CAPABILITY=avx2 and "
+            f"node {host} computes otherwise than the run ({mismatches}), so that its clients "
+            "would have other bits; use nodes of one kind, or set ATEN_CPU_CAPABILITY=avx2 and "
             "MKL_ENABLE_INSTRUCTIONS=AVX2 for the run and where Ray is started on each node"
         )
 
@@ -126,7 +127,7 @@ def _arithmetic() -> str:
     torch.set_num_threads(1)
     try:
         with torch.inference_mode():
-            return _digest(_computed())
+            return _digest(_kernel_results())
     finally:
         torch.set_num_threads(threads)
 
@@ -135,27 +136,27 @@ def _digest(results: Iterable[np.ndarray]) -> str:
     return hashlib.sha256(b"".join(result.tobytes() for result in results)).hexdigest()[:16]
 
 
-def _compiled() -> Iterator[np.ndarray]:
+def _native_results() -> Iterator[np.ndarray]:
     """What compiled code draws, adds and trains (momentum, clipping, noise) of a fixed seed."""
-    drawn = prng.normals(1, prng.Purpose.STEP_NOISE, 1000, t=2, client=3)
-    yield drawn.numpy()
-    yield native.norms(drawn[None])
-    total = np.zeros(len(drawn))
-    native.add(total, drawn[None].double().numpy(), 2.0**-30, 2.0**20)
+    noise = prng.normals(1, prng.Purpose.STEP_NOISE, 1000, t=2, client=3)
+    yield noise.numpy()
+    yield native.norms(noise[None])
+    total = np.zeros(len(noise))
+    native.add(total, noise[None].double().numpy(), 2.0**-30, 2.0**20)
     yield total
     with prng.keyed_globals(1):
         module = nn.Sequential(nn.Linear(20, 9), nn.ReLU(), nn.Linear(9, 3))
-    models.load(module, drawn[: models.parameter_count(module)])
-    x = drawn[: 3 * 10 * 20].view(3, 10, 20)
+    models.load(module, noise[: models.parameter_count(module)])
+    x = noise[: 3 * 10 * 20].view(3, 10, 20)
     y = torch.arange(30).view(3, 10) % 3
     rule = Sgd(steps=3, batch=4, lr=0.1, momentum=0.5)
     trainer = Trainer(module, rule, backend="compiled", seed=1, clip=1.0)
-    who: dict[str, Any] = {"clients": [3, 5, 8], "draws": [0, 0, 0], "stds": np.full(3, 0.5)}
-    for block in trainer.chunk(models.flatten(module), x, y, [10, 7, 3], t=2, **who):
+    options: dict[str, Any] = {"clients": [3, 5, 8], "draws": [0, 0, 0], "stds": np.full(3, 0.5)}
+    for block in trainer.chunk(models.flatten(module), x, y, [10, 7, 3], t=2, **options):
         yield block.updates.numpy()
 
 
-def _computed() -> Iterator[np.ndarray]:
+def _kernel_results() -> Iterator[np.ndarray]:
     """A fixed computation by each of the kernels that training, noise and sums use."""
     raw = np.random.Philox(counter=1, key=2).random_raw(1 << 15).astype(np.float64) / 2.0**63 - 1.0
     # in torch's own alignment, as all that is computed with
@@ -183,15 +184,15 @@ def _computed() -> Iterator[np.ndarray]:
 
 def of(experiment: Experiment) -> dict[str, str]:
     """Everything that a run of `experiment` in this process depends on, by name."""
-    libraries = {name: version for name, version in versions().items() if name in COMPUTING}
-    libraries |= {"torch": str(torch.__version__), "numpy": np.__version__}
+    facts = {name: version for name, version in versions().items() if name in COMPUTING_PACKAGES}
+    facts |= {"torch": str(torch.__version__), "numpy": np.__version__}
     gpu = device.facts(experiment.client.num_gpus)
-    half = experiment.client.precision == "bfloat16"
-    return libraries | sources(experiment) | capability() | (of_bfloat16() if half else {}) | gpu
+    facts |= sources(experiment) | capability()
+    return facts | (bfloat16_facts() if experiment.client.precision == "bfloat16" else {}) | gpu
 
 
 @functools.cache
-def of_bfloat16() -> dict[str, str]:
+def bfloat16_facts() -> dict[str, str]:
     """By the name bfloat16, a digest of products and convolutions in it: processors with
     instructions for them round otherwise.
     """
@@ -203,13 +204,13 @@ def of_bfloat16() -> dict[str, str]:
     return {"bfloat16": _digest(tensor.float().numpy() for tensor in (products, images))}
 
 
-def differences(stored: Mapping[str, str], now: Mapping[str, str]) -> str:
+def differences(stored_facts: Mapping[str, str], current_facts: Mapping[str, str]) -> str:
     """What has changed, in words; empty: nothing."""
     facts = ("experiment", "data", "clients", "cohorts", "mechanism", "arithmetic", "native")
     digests = ("code ", *facts)
     words = []
-    for name in dict.fromkeys([*stored, *now]):
-        before, after = stored.get(name), now.get(name)
+    for name in dict.fromkeys([*stored_facts, *current_facts]):
+        before, after = stored_facts.get(name), current_facts.get(name)
         if before == after:
             continue
         if name.startswith(digests) and None not in (before, after):

@@ -19,7 +19,7 @@ from raydpfl.errors import RunError
 from raydpfl.methods.probes import Finished, Problem, Round
 from raydpfl.models import metric_columns
 from raydpfl.models.metrics import Metric
-from raydpfl.privacy import column, holding, in_words
+from raydpfl.privacy import brief_sentences, column, tightest_guarantees
 from raydpfl.simulation import evaluation
 from raydpfl.simulation.checkpoint import Checkpoint, RunState, save
 from raydpfl.simulation.plan import Plan
@@ -39,12 +39,12 @@ SHARES = (0.1, 0.5, 0.9)  # of the quantiles of norms
 PHASES = ("account", "select", "collect", "server", "record", "evaluate")
 
 
-def joined(results: Iterable[ChunkResult]) -> Columns:
+def join_columns(results: Iterable[ChunkResult]) -> Columns:
     """The columns of all clients, in client order; empty columns if there are no results."""
-    every = [result.columns for result in results]
-    if not every:
+    column_sets = [result.columns for result in results]
+    if not column_sets:
         return NO_CLIENTS
-    columns = {name: np.concatenate([row[name] for row in every]) for name in every[0]}
+    columns = {name: np.concatenate([row[name] for row in column_sets]) for name in column_sets[0]}
     order = np.lexsort((columns.pop("draw"), columns["client"]))
     if (order[1:] > order[:-1]).all():
         return columns
@@ -57,11 +57,11 @@ def open_tables(plan: Plan, out: Path) -> dict[str, StoredTable]:
     probes = experiment.measure
     metric = experiment.evaluate.per_client
     noisy = experiment.noise.client_std(1.0, 1) > 0
-    of_clients = (*CLIENT_COLUMNS, *(name for probe in probes for name in probe.columns(noisy)))
+    client_columns = (*CLIENT_COLUMNS, *(name for probe in probes for name in probe.columns(noisy)))
     columns: dict[str, Sequence[str]] = {
         "rounds": [
             *("round", "cohort", "train_loss", *experiment.scores),
-            *(column(name) for name in (plan.named if plan.mechanism else ())),
+            *(column(name) for name in (plan.accountants if plan.mechanism else ())),
             *("bound", "noise_std", "clipped", "norm_mean", "norm_p10", "norm_p50", "norm_p90"),
             *("update_norm", "lr", "lost", "dropped", "actors", "replaced", "seconds_clients"),
             *(() if plan.lattice is None else ("wrapped",)),
@@ -71,15 +71,15 @@ def open_tables(plan: Plan, out: Path) -> dict[str, StoredTable]:
         ]
     }
     for probe in probes:
-        columns |= probe.tables(of_clients)
+        columns |= probe.tables(client_columns)
     if experiment.evaluate.histogram:
         columns["client_histogram"] = ["round", "low", "high", "count", "share"]
     elif metric:
         columns["client_scores"] = ["round", "client", metric.name]
-    for rows in dict.fromkeys(metric_columns.set_of(name) for name in experiment.given):
-        for scored in experiment.metrics if rows != metric_columns.CLIENT else ():
-            if scored.columns():
-                columns[f"{rows}_{scored.name}"] = ["round", *scored.columns()]
+    for rows in dict.fromkeys(metric_columns.score_set(name) for name in experiment.given):
+        for score_metric in experiment.metrics if rows != metric_columns.CLIENT else ():
+            if score_metric.columns():
+                columns[f"{rows}_{score_metric.name}"] = ["round", *score_metric.columns()]
     return {name: StoredTable(out, name, schema(names)) for name, names in columns.items()}
 
 
@@ -110,23 +110,23 @@ class Recorder:
         self._survey = survey
         self.probes = experiment.measure
         self.scores = experiment.scores
-        self.evaluated = experiment.given
+        self.given_scores = experiment.given
         self._client_rss = 0.0
         self._pace = Pace()
-        self._measuring: Iterator[tuple[int, int]] | None = None
-        self._measured: dict[str, Any] = {}  # of the finished run, by probe
+        self._measurements: Iterator[tuple[int, int]] | None = None
+        self._measured_values: dict[str, Any] = {}  # of the finished run, by probe
         self._progress = 1, 1
         # the score that may end the run, from the evaluation on at which it was best
         self._since_best: list[float | None] = []
         if experiment.evaluate.stop:
-            for row in self.rounds.arrow().select(["round", *self.evaluated]).to_pylist():
+            for row in self.rounds.arrow().select(["round", *self.given_scores]).to_pylist():
                 self._judge(row)
-        self.dropped = Dropped(out / "dropped.jsonl", state.t)
-        followed = (probe.follow(out, plan.d, state.t) for probe in self.probes)
-        self._followers = [follower for follower in followed if follower is not None]
+        self.drop_log = Dropped(out / "dropped.jsonl", state.t)
+        followers = (probe.follow(out, plan.d, state.t) for probe in self.probes)
+        self._followers = [follower for follower in followers if follower is not None]
         self.follow()
-        assessing = (probe.assess(problem, out) for probe in self.probes)
-        self._assessing = [probe for probe in assessing if probe is not None]
+        assessors = (probe.assess(problem, out) for probe in self.probes)
+        self._assessors = [probe for probe in assessors if probe is not None]
 
     def follow(self) -> None:
         """Shows the probes the model."""
@@ -134,39 +134,39 @@ class Recorder:
             follower(self.state.t, self.state.model)
 
     def row(
-        self, seen: Round, results: list[ChunkResult], spent: Mapping[str, float]
+        self, record: Round, results: list[ChunkResult], epsilons: Mapping[str, float]
     ) -> dict[str, Any]:
         """The row of a round, without its evaluation. Also writes the tables of the probes."""
         experiment = self.plan.experiment
-        columns = seen.columns
-        row: dict[str, Any] = {"round": seen.t, "cohort": len(columns["client"])}
+        columns = record.columns
+        row: dict[str, Any] = {"round": record.t, "cohort": len(columns["client"])}
         row |= {"train_loss": _mean(columns["train_loss"])}
         row |= dict.fromkeys(self.scores)
-        row |= {column(name): spent[name] for name in spent}
-        row["bound"] = experiment.bounding.sample_bound or seen.bound
+        row |= {column(name): epsilons[name] for name in epsilons}
+        row["bound"] = experiment.bounding.sample_bound or record.bound
         # drawn at every client's local steps, there is none on the sum
-        at_steps = self.plan.mechanism is not None and self.plan.mechanism.by_draws
-        row["noise_std"] = None if at_steps else self.plan.sum_std(seen.t, seen.bound)
+        has_step_noise = self.plan.mechanism is not None and self.plan.mechanism.by_draws
+        row["noise_std"] = None if has_step_noise else self.plan.sum_std(record.t, record.bound)
         row["clipped"] = _mean(columns["clipped"])
         row["norm_mean"] = _mean(columns["norm"])
         norms = _finite(columns["norm"])
         quantiles = np.quantile(norms, SHARES).tolist() if len(norms) else [None] * len(SHARES)
         row |= dict(zip(("norm_p10", "norm_p50", "norm_p90"), quantiles, strict=True))
-        row["update_norm"] = math.sqrt(seen.update.dot(seen.update))
-        row["lr"] = experiment.local.learning_rate(seen.t)
-        dropped = sorted(client for result in results for client in result.dropped)
-        if dropped:
-            self.dropped.append(seen.t, dropped)
-        row |= {"dropped": len(dropped), "replaced": self.pool.replaced}
+        row["update_norm"] = math.sqrt(record.update.dot(record.update))
+        row["lr"] = experiment.local.learning_rate(record.t)
+        drops = sorted(drop for result in results for drop in result.dropped_updates)
+        if drops:
+            self.drop_log.append(record.t, drops)
+        row |= {"dropped": len(drops), "replaced": self.pool.replaced}
         row["actors"] = self.pool.healthy
         row["seconds_clients"] = sum(result.seconds for result in results)
         self._client_rss = max([self._client_rss, *(result.peak_rss_mb for result in results)])
         for probe in self.probes:
-            row |= probe.round(seen, self.state.states[f"measure.{probe.kind}"])
-            for name, added in probe.rows(seen).items():
-                self.tables[name].append(added)
-        for assess in self._assessing:
-            row |= assess(seen.t, self.state.model)
+            row |= probe.round(record, self.state.states[f"measure.{probe.kind}"])
+            for name, probe_rows in probe.rows(record).items():
+                self.tables[name].append(probe_rows)
+        for assess in self._assessors:
+            row |= assess(record.t, self.state.model)
         return row
 
     def finish_row(self, row: dict[str, Any], clock: Clock) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class Recorder:
         state = self.state
         last = state.t == self.plan.experiment.rounds
         experiment = self.plan.experiment
-        if self.evaluated and (last or state.t % experiment.evaluate.every == 0):
+        if self.given_scores and (last or state.t % experiment.evaluate.every == 0):
             self._evaluate(row)
         clock.lap("evaluate")
         row |= clock.seconds
@@ -197,102 +197,102 @@ class Recorder:
         stop = experiment.evaluate.stop
         t = row["round"] + 1
         due = t % experiment.evaluate.every == 0 or t == experiment.rounds
-        if stop and due and metric_columns.evaluated(row):
-            seen = [*self._since_best, row[stop.metric]]
-            self._since_best = metric_columns.since_best(seen, stop.sign(experiment.metrics))
+        if stop and due and metric_columns.is_evaluated(row):
+            scores = [*self._since_best, row[stop.metric]]
+            self._since_best = metric_columns.since_best(scores, stop.sign(experiment.metrics))
 
     def _evaluate(self, row: dict[str, Any]) -> None:
         experiment = self.plan.experiment
         state = self.state
         batches = self.pool.evaluate(state.model, state.t, state.memory.own)
         totals = evaluation.totals(batches, experiment.metrics)
-        scores = evaluation.scored(totals)
+        scores = evaluation.set_scores(totals)
         metric = experiment.evaluate.per_client
         if metric:
-            values = evaluation.per_client(batches, metric)
-            scores |= self._of_clients(row["round"], metric, values)
+            values = evaluation.client_values(batches, metric)
+            scores |= self._client_scores(row["round"], metric, values)
         row |= scores
-        what = metric_columns.diverged(scores)
-        if what:
-            raise RunError(f"{what} after round {row['round']}; lower server.lr or local.lr")
+        divergence = metric_columns.divergence(scores)
+        if divergence:
+            raise RunError(f"{divergence} after round {row['round']}; lower server.lr or local.lr")
         for rows, metrics in totals.items():
             for metric, total in metrics:
                 cells = metric.cells(total)
                 if cells:
-                    self.tables[f"{rows}_{metric.name}"].append(_at(row["round"], cells))
+                    self.tables[f"{rows}_{metric.name}"].append(_round_rows(row["round"], cells))
 
-    def _of_clients(self, t: int, metric: Metric, values: np.ndarray) -> dict[str, float | None]:
+    def _client_scores(self, t: int, metric: Metric, values: np.ndarray) -> dict[str, float | None]:
         """What the metric of every client, float64 [clients], comes to; also writes its table."""
         histogram = self.plan.experiment.evaluate.histogram
         if histogram is None:
             numbers = [value if np.isfinite(value) else None for value in values.tolist()]
-            places = _at(t, {"client": np.arange(len(values))})
+            places = _round_rows(t, {"client": np.arange(len(values))})
             self.tables["client_scores"].append({**places, metric.name: numbers})
-            return metric_columns.of_clients(metric, values)
+            return metric_columns.client_statistics(metric, values)
         counts = self._survey(t, values)
         shares = histogram.shares(counts)
         bins = {"low": histogram.edges[:-1], "high": histogram.edges[1:], "count": counts}
         bins["share"] = np.full(len(counts), np.nan) if shares is None else shares
-        self.tables["client_histogram"].append(_at(t, bins))
-        return metric_columns.of_histogram(metric, histogram, counts)
+        self.tables["client_histogram"].append(_round_rows(t, bins))
+        return metric_columns.histogram_statistics(metric, histogram, counts)
 
-    def over(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """Why the run ends now (`evaluate.stop`), in words; None: it goes on."""
         stop = self.plan.experiment.evaluate.stop
         if stop is None or len(self._since_best) <= stop.patience:
             return None
         times = "evaluation" if stop.patience == 1 else "evaluations"
-        named = metric_columns.named(stop.metric)
-        return f"evaluate.stop: the {named} was no better for {stop.patience} {times}"
+        score_name = metric_columns.score_label(stop.metric)
+        return f"evaluate.stop: the {score_name} was no better for {stop.patience} {times}"
 
     def save(self, copies: bool = True) -> None:
         """Writes the tables and a checkpoint to disk, and to the store that `out` is a copy of;
         without `copies`, Parquet files only when due.
         """
-        began = time.monotonic()
+        start_time = time.monotonic()
         tables = {name: table.flush() for name, table in self.tables.items()}
         checkpoint = Checkpoint(self.state, self.plan.origin(), tables)
         save(self.out / "checkpoints", checkpoint)
         storage.push(self.out)
         for table in self.tables.values() if copies else ():
             table.copy()
-        self._pace.took(time.monotonic() - began)
+        self._pace.record_cost(time.monotonic() - start_time)
 
-    def afterwards(self, run: Finished, seconds: float) -> tuple[int, int]:
+    def measure_finished_run(self, run: Finished, seconds: float) -> tuple[int, int]:
         """Measures a finished run for about so many seconds more: the steps done, of how many."""
-        until = time.monotonic() + seconds
-        self._measuring = self._measuring or self._measures(run)
-        for progress in self._measuring:
+        deadline = time.monotonic() + seconds
+        self._measurements = self._measurements or self._measures(run)
+        for progress in self._measurements:
             self._progress = progress
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 break
         return self._progress
 
     def _measures(self, run: Finished) -> Iterator[tuple[int, int]]:
         for probe in self.probes:
-            if probe.lasting:
+            if probe.has_summary:
                 values = probe.afterwards(run)
                 values = values if isinstance(values, dict) else (yield from values)
-                self._measured[probe.kind] = values
+                self._measured_values[probe.kind] = values
 
     def measured_after(self) -> dict[str, Any]:
         """The results of that, for the summary."""
-        deque(self._measuring or (), maxlen=0)
-        return self._measured
+        deque(self._measurements or (), maxlen=0)
+        return self._measured_values
 
     def summary(self, account: Account) -> dict[str, Any]:
         """The summary of the run so far."""
         rows = self.rounds.arrow()
         names = self.scores
-        evaluated = rows.select(["round", *names]).to_pylist()
+        score_rows = rows.select(["round", *names]).to_pylist()
         clients = sum(rows["cohort"].to_pylist())
         state = self.state
         training = state.seconds - sum(rows["seconds_evaluate"].to_pylist())
-        quantiles = account.per_client(self.out, state.t, state.participations)
+        quantiles = account.write_guarantees(self.out, state.t, state.participations)
         summary: dict[str, Any] = {} if quantiles is None else {"epsilon_quantiles": quantiles}
-        named = Shards.open(self.plan.shards).target
-        if named.names:
-            summary["class_names" if named.classes else "target_names"] = list(named.names)
+        target = Shards.open(self.plan.shards).target
+        if target.names:
+            summary["class_names" if target.classes else "target_names"] = list(target.names)
         if sums := secure_sums(self.plan, rows):
             summary["secure_sums"] = sums
         if individual := self.plan.individual:
@@ -301,8 +301,8 @@ class Recorder:
         mechanism = self.plan.mechanism
         return summary | {
             "rounds": state.t,
-            **metric_columns.last(evaluated, names),
-            **metric_columns.best(evaluated, names, self.plan.experiment.metrics),
+            **metric_columns.last_scores(score_rows, names),
+            **metric_columns.best_scores(score_rows, names, self.plan.experiment.metrics),
             "norm_mean": _norm_mean(rows),
             "model_sha256": hashlib.sha256(state.model.astype("<f4").tobytes()).hexdigest(),
             "parameters": self.plan.d,
@@ -316,9 +316,9 @@ class Recorder:
             "repeated_rounds": self.plan.repeated,
             "noise_multiplier": mechanism.noise_multiplier if mechanism else None,
             "replaced_actors": self.pool.replaced,
-            "sentences": in_words(guarantees),
+            "sentences": brief_sentences(guarantees),
             "guarantees": [guarantee.to_dict() for guarantee in guarantees],
-            "holds": [guarantee.to_dict(curve=True) for guarantee in holding(guarantees)],
+            "holds": [item.to_dict(curve=True) for item in tightest_guarantees(guarantees)],
         }
 
 
@@ -339,7 +339,7 @@ def secure_sums(plan: Plan, rows: pa.Table) -> dict[str, Any]:
     }
 
 
-def _at(t: int, columns: Columns) -> Columns:
+def _round_rows(t: int, columns: Columns) -> Columns:
     """Rows of a table, of round t."""
     count = len(next(iter(columns.values())))
     return {"round": np.full(count, t), **columns}
@@ -349,12 +349,12 @@ def _norm_mean(rows: pa.Table) -> float | None:
     """The mean norm of what clients would have sent unbounded, over all clients of all rounds (000
     sec. 4, where half of it is the bound); None where no client sent anything.
     """
-    cohort, dropped, norms = (
+    cohort, drop_counts, norms = (
         np.array(rows[name].to_pylist(), np.float64) for name in ("cohort", "dropped", "norm_mean")
     )
-    sent = cohort - dropped
-    some = sent > 0
-    return float(np.average(norms[some], weights=sent[some])) if some.any() else None
+    senders = cohort - drop_counts
+    mask = senders > 0
+    return float(np.average(norms[mask], weights=senders[mask])) if mask.any() else None
 
 
 def _finite(values: np.ndarray) -> np.ndarray:

@@ -19,18 +19,18 @@ from raydpfl import models
 from raydpfl.config.setting import Setting
 from raydpfl.core.hardware import single_blas, threads
 from raydpfl.data import Shards, prepare
-from raydpfl.errors import ConfigError, renamed
-from raydpfl.experiment import Experiment, as_fields
+from raydpfl.errors import ConfigError, rename_fields
+from raydpfl.experiment import Experiment, report_config_fields
 from raydpfl.methods.noise import RunFacts
-from raydpfl.methods.population import check_means, client_weights, composed
+from raydpfl.methods.population import check_composed_rounds, check_means, client_weights
 from raydpfl.methods.selection import Population
 from raydpfl.models.tasks import Form
 from raydpfl.privacy import Sampling, budgets
 from raydpfl.privacy.individual import IndividualBudgets
 from raydpfl.sections import Client
 from raydpfl.simulation import provenance
-from raydpfl.simulation.plan import SHOWS, Plan
-from raydpfl.simulation.scheduler import chunk_width, held_at_once
+from raydpfl.simulation.plan import DISPLAY_SECTIONS, Plan
+from raydpfl.simulation.scheduler import chunk_width, max_gpu_width
 from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.backend_timing import StepTimes, Workload
 from raydpfl.training.backends import BACKENDS
@@ -44,12 +44,12 @@ def preview(experiment: Experiment, data_root: Path | None) -> Setting:
     that no accountant covers.
     """
     setting = experiment.setting()
-    experiment.complete()
+    experiment.check_user_methods()
     count = experiment.data.clients
     if count is not None:
         selection = experiment.selection
         selection.fits(count)
-        population = Population.balanced(count, selection.table(count, data_root))
+        population = Population.equal_sizes(count, selection.table(count, data_root))
         experiment.noise.outline(setting, lambda: selection.sampling(population))
     return setting
 
@@ -66,14 +66,14 @@ def _client(
     client, local = experiment.client, experiment.local
     gpus, chunk = client.num_gpus, client.chunk
     if chunk == "auto":
-        most = held_at_once(local, shards, form, module, gpus) if gpus > 0 else None
-        chunk = chunk_width(cohort, most)
+        max_width = max_gpu_width(local, shards, form, module, gpus) if gpus > 0 else None
+        chunk = chunk_width(cohort, max_width)
     work = Workload.of(local, shards.sizes, chunk, cohort, experiment.rounds)
     times = None
     if gpus == 0:
         times = StepTimes(module, local, form, bound, client.precision, work)
-    how = (client.backend, bound, gpus > 0, client.precision, times)
-    backend = choose_backend(module, local, form, *how)
+    backend_options = (client.backend, bound, gpus > 0, client.precision, times)
+    backend = choose_backend(module, local, form, *backend_options)
     kind = BACKENDS[backend]
     seconds = 0.0
     if times and client.actors == "auto" and not (kind.threads and threads() > 1):
@@ -98,7 +98,7 @@ def resolve(
         data_root: the folder of data sets; None: the default.
         prepare: in place of `raydpfl.data.prepare`.
     """
-    with as_fields(), single_blas():
+    with report_config_fields(), single_blas():
         setting = preview(experiment, data_root)
         seed, rounds = experiment.seed, experiment.rounds
         selection, local = experiment.selection, experiment.local
@@ -121,47 +121,47 @@ def resolve(
         cohorts = selection.sampling(population)
         bound = setting.per_sample_bound
         client, seconds = _client(experiment, shards, form, module, bound, cohorts.cohort)
-        noise = experiment.noise.resolved(setting, cohorts)
+        noise = experiment.noise.resolve(setting, cohorts)
         check_means(selection, experiment.bounding, experiment.stateful, population)
         weight = float(
             np.abs(client_weights(experiment.weights, selection, population)).max(initial=0.0)
         )
-        left = selection.clients_left(seed, rounds, population)
-        composed_rounds = composed(selection, seed, rounds, population)
+        clients_left = selection.clients_left(seed, rounds, population)
+        composed_rounds = check_composed_rounds(selection, seed, rounds, population)
         outline = noise.outline(setting, lambda: cohorts)
         if outline and outline.survey:
-            scored = len(shards.client_rows) if experiment.evaluate.per_client else 0
-            outline = replace(outline, survey=replace(outline.survey, clients=scored))
-        first = noise.calibrated_over(rounds) or rounds
-        every = experiment.evaluate.every
+            scored_clients = len(shards.client_rows) if experiment.evaluate.per_client else 0
+            outline = replace(outline, survey=replace(outline.survey, clients=scored_clients))
+        calibrated_rounds = noise.calibrated_over(rounds) or rounds
+        interval = experiment.evaluate.every
         facts = RunFacts(
             setting=setting,
             seed=seed,
             local=local,
             sizes=population.sizes,
             rounds=int(composed_rounds[-1]) or rounds,
-            calibrated=int(composed_rounds[first - 1]) or first,
+            calibrated=int(composed_rounds[calibrated_rounds - 1]) or calibrated_rounds,
             weight=weight,
-            clients_left=left,
+            clients_left=clients_left,
             draws=partial(selection.calibration_draws, seed, rounds, population),
             d=d,
-            surveys=rounds // every,
-            calibrated_surveys=first // every,
+            surveys=rounds // interval,
+            calibrated_surveys=calibrated_rounds // interval,
             data_root=data_root,
         )
         mechanism = noise.calibrated(outline, facts)
-        individual = _individual(experiment, setting, cohorts, population, data_root)
+        individual = _individual_budgets(experiment, setting, cohorts, population, data_root)
     # the noise of a virtual cohort is scaled down to the clients that are simulated
     stds = mechanism.sum_stds(cohorts.cohort) if mechanism else {}
     experiment = experiment.model_copy(update={"client": client, "model": model, "noise": noise})
-    unseen = experiment.model_copy(update=dict.fromkeys(SHOWS, ()))
+    untracked_experiment = experiment.model_copy(update=dict.fromkeys(DISPLAY_SECTIONS, ()))
     plan = Plan(
         experiment=experiment,
         shards=path,
         population=population,
         d=d,
         weight=weight,
-        clients_left=left,
+        clients_left=clients_left,
         composed_rounds=composed_rounds,
         ratio=stds.get("updates", 0.0),
         side_stds={
@@ -170,14 +170,14 @@ def resolve(
         mechanism=mechanism,
         individual=individual,
         train_seconds=seconds,
-        platform=provenance.of(unseen),
+        platform=provenance.of(untracked_experiment),
         factors=mechanism.factors if mechanism else (),
     )
     plan.check(shards)
     return plan
 
 
-def _individual(
+def _individual_budgets(
     experiment: Experiment,
     setting: Setting,
     cohorts: Sampling,
@@ -185,10 +185,10 @@ def _individual(
     data_root: Path | None,
 ) -> IndividualBudgets | None:
     """Clients' own budgets. Raises `ConfigError` where they spend by more than norms."""
-    asked = experiment.privacy.individual
-    if asked is None:
+    budget_spec = experiment.privacy.individual
+    if budget_spec is None:
         return None
-    refused = {
+    refusals = {
         "noise that is Gaussian, on sums of updates, independent in every round and of those that "
         "run": not experiment.noise.by_norms(),
         "clients that release nothing but their updates (no adaptive bound, losses or histogram)": (
@@ -199,10 +199,12 @@ def _individual(
         ),
         "a selection that draws no client twice in a round": cohorts.repeats,
     }
-    for expected, fails in refused.items():
+    for expected, fails in refusals.items():
         if fails:
-            raise ConfigError("privacy.individual", str(asked), f"none without {expected}")
-    with renamed(lambda name: name.replace("noise.epsilon", "privacy.individual")):
-        epsilons = budgets.distribution(asked).draw(experiment.seed, len(population), data_root)
+            raise ConfigError("privacy.individual", str(budget_spec), f"none without {expected}")
+    with rename_fields(lambda name: name.replace("noise.epsilon", "privacy.individual")):
+        epsilons = budgets.distribution(budget_spec).draw(
+            experiment.seed, len(population), data_root
+        )
     terms = experiment.terms
     return IndividualBudgets(epsilons, terms.delta, terms.relation)

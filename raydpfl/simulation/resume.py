@@ -19,7 +19,7 @@ from raydpfl.methods import noise
 from raydpfl.privacy import Ledger
 from raydpfl.simulation import provenance
 from raydpfl.simulation.checkpoint import Checkpoint, RunState, load
-from raydpfl.simulation.plan import FREE, SHOWS, Plan
+from raydpfl.simulation.plan import DISPLAY_SECTIONS, FREE_SETTINGS, Plan
 from raydpfl.simulation.privacy_budget import FRESH_NOISE, Account
 from raydpfl.storage.tables import StoredTable
 
@@ -49,7 +49,7 @@ def take_up(
 
     checkpoint = load(out / "checkpoints", read_rows) if resume else None
     restart_round = (checkpoint.state.t if checkpoint else 0) if fresh_noise else None
-    plan = plan.continued(ledger.segments, restart_round)
+    plan = plan.extend_history(ledger.segments, restart_round)
     account = Account(plan, ledger)
     if checkpoint is None:
         return plan, account, None
@@ -75,20 +75,20 @@ def started(plan: Plan) -> dict[str, State]:
     return states | ({"individual": plan.individual.start()} if plan.individual else {})
 
 
-def check_origin(plan: Plan, stored: dict[str, str], fresh_noise: bool) -> None:
+def check_origin(plan: Plan, stored_origin: dict[str, str], fresh_noise: bool) -> None:
     """Raises `RunError` if something that the bits depend on has changed since the run began; with
     `fresh_noise` only the mechanism and the data count.
     """
-    now = plan.origin(stored)
+    current_origin = plan.origin(stored_origin)
     if fresh_noise:
         keys = ("experiment", "data", "clients", "cohorts", "mechanism")
-        stored = {name: stored[name] for name in keys if name in stored}
-        now = {name: now[name] for name in keys if name in now}
-    changed = provenance.differences(stored, now)
-    if changed and fresh_noise:
-        raise RunError(f"the run cannot go on, as it would be another: {changed}")
-    if changed:
-        bits = f"its bits would differ: {changed}"
+        stored_origin = {name: stored_origin[name] for name in keys if name in stored_origin}
+        current_origin = {name: current_origin[name] for name in keys if name in current_origin}
+    differences = provenance.differences(stored_origin, current_origin)
+    if differences and fresh_noise:
+        raise RunError(f"the run cannot go on, as it would be another: {differences}")
+    if differences:
+        bits = f"its bits would differ: {differences}"
         raise RunError(f"the run cannot go on as it began, as {bits}; {FRESH_NOISE}")
 
 
@@ -97,21 +97,21 @@ def check_same_run(experiment: Experiment, folder: Path) -> None:
     path = folder / "config.yaml"
     if not os.path.lexists(path):
         raise ConfigError("--resume", str(folder), "the directory of a run; it has no config.yaml")
-    stored = read(path, "--resume")
-    asked = experiment.to_dict()
-    if not isinstance(stored, dict) or not stored:
-        problem = "empty" if stored in ({}, [], "") else "no mapping"
+    stored_config = read(path, "--resume")
+    requested_config = experiment.to_dict()
+    if not isinstance(stored_config, dict) or not stored_config:
+        problem = "empty" if stored_config in ({}, [], "") else "no mapping"
         expected = f"the directory of a run; its config.yaml is {problem}"
         raise ConfigError("--resume", str(folder), expected)
-    longer = _more_rounds(experiment, stored, folder)
-    free = {f"{section}.{key}" for section, keys in FREE.items() for key in keys} | {*SHOWS}
-    free |= {"rounds", "noise.rounds"} if longer else set()
-    now, before = (_keys(tree) for tree in (asked, stored))
-    for key in dict.fromkeys([*now, *before]):
-        if now.get(key) != before.get(key) and key not in free:
-            more = " or more" if key == "rounds" else ""
-            expected = f"{before.get(key)!r}{more}, as in the run to be resumed"
-            raise ConfigError(key, now.get(key), expected)
+    longer = _adds_rounds(experiment, stored_config, folder)
+    free = {f"{section}.{key}" for section, keys in FREE_SETTINGS.items() for key in keys}
+    free |= {*DISPLAY_SECTIONS, *(("rounds", "noise.rounds") if longer else ())}
+    requested_values, stored_values = (_keys(tree) for tree in (requested_config, stored_config))
+    for key in dict.fromkeys([*requested_values, *stored_values]):
+        if requested_values.get(key) != stored_values.get(key) and key not in free:
+            suffix = " or more" if key == "rounds" else ""
+            expected = f"{stored_values.get(key)!r}{suffix}, as in the run to be resumed"
+            raise ConfigError(key, requested_values.get(key), expected)
 
 
 def check_repeatable(experiment: Experiment, fresh_noise: bool) -> None:
@@ -130,19 +130,19 @@ def _keys(tree: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def _more_rounds(experiment: Experiment, stored: dict[str, Any], folder: Path) -> bool:
+def _adds_rounds(experiment: Experiment, config: dict[str, Any], folder: Path) -> bool:
     """Whether it asks for more rounds than the run to be resumed, of the same noise. Raises
     `ConfigError` where the noise would be another, as its size is for a number of rounds.
     """
-    rounds = stored.get("rounds")
+    rounds = config.get("rounds")
     if not isinstance(rounds, int) or experiment.rounds <= rounds:
         return False
-    before: noise.Noise = choose("noise", stored.get("noise"), noise.FAMILY, noise.Noise)
-    now = experiment.noise.calibrated_over(experiment.rounds)
-    if now == before.calibrated_over(rounds):
+    stored_noise: noise.Noise = choose("noise", config.get("noise"), noise.FAMILY, noise.Noise)
+    calibrated_rounds = experiment.noise.calibrated_over(experiment.rounds)
+    if calibrated_rounds == stored_noise.calibrated_over(rounds):
         return True
     expected = f"{rounds}, as in the run to be resumed, as noise.epsilon is for all rounds; or "
-    override = before.extension(rounds)
+    override = stored_noise.extension(rounds)
     if override is None:
         expected += f"a new run from this one's model, model.init={folder}, with noise of its own: "
         expected += "what both spend adds up, and its guarantees are of its own rounds"

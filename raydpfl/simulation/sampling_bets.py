@@ -33,12 +33,12 @@ from raydpfl.privacy import Sampling
 
 _PERIOD = 64  # bets are paid when the rounds have grown by this fraction
 _PARTS = 8  # in which a cohort is revealed
-_SEARCHED = 1 << 22  # clients of past cohorts that pairs are searched in
-_COMPARED = 1 << 23  # of these that one search compares
+_MAX_SEARCHED = 1 << 22  # clients of past cohorts that pairs are searched in
+_MAX_COMPARED = 1 << 23  # of these that one search compares
 _LOGS = np.array([0.05, 0.1, 0.2, 0.4, 0.7, 1, 1.5, 2.2, 3, 5])
 _LOGS = np.concatenate([-_LOGS[::-1], [0.0], _LOGS])  # log odds of a client over those declared
 _ODDS = np.exp(_LOGS)
-_ABOVE = _LOGS > 0
+_POSITIVE_MASK = _LOGS > 0
 _WIDTHS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 
@@ -69,7 +69,7 @@ class DrawnCohort:
     clients: np.ndarray  # int64 [r], ascending, one drawn twice listed twice
     before: np.ndarray  # int64 [r]: how often each was drawn in earlier rounds
     size: int  # of the cohort before anyone dropped out
-    composed: int  # rounds that the accountants compose after this one
+    composed_rounds: int  # rounds that the accountants compose after this one
 
 
 class Bets:
@@ -97,15 +97,15 @@ class Bets:
         self._rounds = 0
         self._due = 1
 
-    def see(self, drawn: DrawnCohort) -> tuple[str, float]:
+    def see(self, cohort: DrawnCohort) -> tuple[str, float]:
         """Bets on the next cohort; returns the name of the richest bet, and the logarithm of the
         mean wealth of all. No name and 0 where bets are not paid (one round of 64 at the end of a
         run at most), or where `before` is not of the earlier cohorts.
         """
-        if self._counts is not None and self._counts.after(drawn).min() < 0:
+        if self._counts is not None and self._counts.after(cohort).min() < 0:
             return "", 0.0
         for bet in self._bets.values():
-            bet.see(drawn)
+            bet.see(cohort)
         self._rounds += 1
         if self._rounds < self._due and not any(bet.impossible for bet in self._bets.values()):
             return "", 0.0
@@ -120,7 +120,7 @@ class Bet:
     _wealth: np.ndarray  # logarithms, by strategy
     impossible = False  # whether a cohort was one that the scheme never gives
 
-    def see(self, drawn: DrawnCohort) -> None:
+    def see(self, cohort: DrawnCohort) -> None:
         """Wins or loses by the cohort of a round."""
         raise NotImplementedError
 
@@ -145,20 +145,20 @@ class _Counts(Bet):
         self._rounds = 0
         self._scale = np.zeros(len(_LOGS))
 
-    def after(self, drawn: DrawnCohort) -> np.ndarray:
+    def after(self, cohort: DrawnCohort) -> np.ndarray:
         """`clients` after this cohort; negative where `before` is not of the earlier ones."""
-        moved = np.append(np.bincount(drawn.before, minlength=len(self.clients)), 0)
-        clients = np.append(self.clients, np.zeros(len(moved) - len(self.clients), np.int64))
-        return clients - moved + np.roll(moved, 1)
+        drawn_counts = np.append(np.bincount(cohort.before, minlength=len(self.clients)), 0)
+        clients = np.append(self.clients, np.zeros(len(drawn_counts) - len(self.clients), np.int64))
+        return clients - drawn_counts + np.roll(drawn_counts, 1)
 
-    def see(self, drawn: DrawnCohort) -> None:
-        self.clients = self.after(drawn)
+    def see(self, cohort: DrawnCohort) -> None:
+        self.clients = self.after(cohort)
         self._rounds += 1
         if self._subset:
-            self._scale += np.log1p((_ODDS - 1) * (len(drawn.clients) / self.count))
+            self._scale += np.log1p((_ODDS - 1) * (len(cohort.clients) / self.count))
         else:
             sampling = self._sampling
-            trials, chance = sampling.scheme.most(sampling, self._rounds, drawn.composed)
+            trials, chance = sampling.scheme.most(sampling, self._rounds, cohort.composed_rounds)
             self._scale = trials * np.log1p((_ODDS - 1) * min(chance, 1.0))
 
     def ratios(self, counts: np.ndarray) -> np.ndarray:
@@ -166,9 +166,9 @@ class _Counts(Bet):
         return _LOGS[:, None] * counts - self._scale[:, None]
 
     def settle(self) -> float:
-        held = np.flatnonzero(self.clients > 0)
-        logs = self.ratios(held) + np.log(self.clients[held] / self.count)
-        return _log_mean(np.logaddexp.reduce(logs if self._subset else logs[_ABOVE], 1))
+        draw_counts = np.flatnonzero(self.clients > 0)
+        logs = self.ratios(draw_counts) + np.log(self.clients[draw_counts] / self.count)
+        return _log_mean(np.logaddexp.reduce(logs if self._subset else logs[_POSITIVE_MASK], 1))
 
 
 class _Memory(Bet):
@@ -184,45 +184,45 @@ class _Memory(Bet):
     def __init__(self, counts: _Counts, sampling: Sampling):
         self._counts = counts
         self._repeats = sampling.repeats
-        self._most = counts.count if sampling.p_max is None else 1 / sampling.p_max  # clients
+        self._max_clients = counts.count if sampling.p_max is None else 1 / sampling.p_max
         self._order = np.random.default_rng(0)
         self._low = 0  # the smallest count that any client had when bets were paid
         self._odds = np.ones((len(_PRIORS) + len(_WIDTHS), 1))  # by count from `_low` on
         self._wealth = np.zeros(len(self._odds))
 
-    def see(self, drawn: DrawnCohort) -> None:
+    def see(self, cohort: DrawnCohort) -> None:
         odds = self._odds
         width = odds.shape[1]
-        held = self._counts.clients[self._low :].astype(np.float64)
-        held[width - 1 :] = held[width - 1 :].sum()
-        held = np.append(held, np.zeros(width))[:width]
-        before = drawn.before
+        clients = self._counts.clients[self._low :].astype(np.float64)
+        clients[width - 1 :] = clients[width - 1 :].sum()
+        clients = np.append(clients, np.zeros(width))[:width]
+        past_counts = cohort.before
         if self._repeats:  # as they were before the round
-            before = before[np.searchsorted(drawn.clients, drawn.clients)]
-        before = np.clip(before - self._low, 0, width - 1)
+            past_counts = past_counts[np.searchsorted(cohort.clients, cohort.clients)]
+        past_counts = np.clip(past_counts - self._low, 0, width - 1)
         if self._repeats:
-            won = np.log(odds) @ np.bincount(before, minlength=width)
-            self._wealth += won - len(before) * np.log(self._largest(held))
+            log_gain = np.log(odds) @ np.bincount(past_counts, minlength=width)
+            self._wealth += log_gain - len(past_counts) * np.log(self._largest_mean(clients))
             return
-        part = self._order.integers(_PARTS, size=len(before))
-        parts = np.bincount(part * width + before, minlength=_PARTS * width)
+        part = self._order.integers(_PARTS, size=len(past_counts))
+        parts = np.bincount(part * width + past_counts, minlength=_PARTS * width)
         parts = parts.reshape(_PARTS, width)
-        left = held - np.cumsum(parts, 0) + parts  # clients that are in no part before
-        means = odds @ (left / np.maximum(left.sum(1, keepdims=True), 1)).T
+        rest = clients - np.cumsum(parts, 0) + parts  # clients that are in no part before
+        means = odds @ (rest / np.maximum(rest.sum(1, keepdims=True), 1)).T
         sizes = parts.sum(1)
         self._wealth += np.log(odds) @ parts.sum(0) - np.log(np.where(sizes, means, 1)) @ sizes
 
-    def _largest(self, held: np.ndarray) -> np.ndarray:
-        """The mean of the largest odds, of `_most` clients: float64 [strategies]."""
+    def _largest_mean(self, clients_by_count: np.ndarray) -> np.ndarray:
+        """The mean of the largest odds, of `_max_clients` clients: float64 [strategies]."""
         order = np.argsort(-self._odds, 1)
-        clients = held[order]
-        clients = np.clip(self._most - np.cumsum(clients, 1) + clients, 0, clients)
-        return (np.take_along_axis(self._odds, order, 1) * clients).sum(1) / self._most
+        clients = clients_by_count[order]
+        clients = np.clip(self._max_clients - np.cumsum(clients, 1) + clients, 0, clients)
+        return (np.take_along_axis(self._odds, order, 1) * clients).sum(1) / self._max_clients
 
     def settle(self) -> float:
-        held = np.flatnonzero(self._counts.clients > 0)
-        self._low = int(held[0])
-        high = int(held[-1])
+        draw_counts = np.flatnonzero(self._counts.clients > 0)
+        self._low = int(draw_counts[0])
+        high = int(draw_counts[-1])
         ratios = self._counts.ratios(np.arange(self._low, high + 8 + (high - self._low) // 4))
         ratios = np.exp(ratios - ratios.max(0))
         odds = (_MEANS @ ratios) / (_PRIORS @ ratios)
@@ -235,11 +235,11 @@ class _Numbers(Bet):
     more varied (v < 1), less varied (v > 1), or has another mean.
     """
 
-    _VARIED = np.array([0.2, 0.4, 0.6, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 4] + 8 * [1])
-    _MEAN = np.array(10 * [0] + [-2, -0.7, -0.2, -0.07, 0.07, 0.2, 0.7, 2])  # stds
+    _EXPONENTS = np.array([0.2, 0.4, 0.6, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 4] + 8 * [1])
+    _MEAN_SHIFTS = np.array(10 * [0] + [-2, -0.7, -0.2, -0.07, 0.07, 0.2, 0.7, 2])  # stds
 
     def __init__(self) -> None:
-        self._wealth = np.zeros(len(self._MEAN))
+        self._wealth = np.zeros(len(self._MEAN_SHIFTS))
 
     def declare(self, values: np.ndarray, logs: np.ndarray) -> None:
         """The next numbers are among these, float64 [k], one after another, with the logarithms of
@@ -247,15 +247,15 @@ class _Numbers(Bet):
         """
         logs = logs - np.logaddexp.reduce(logs)
         std = math.sqrt(max(np.exp(logs) @ values**2 - (np.exp(logs) @ values) ** 2, 1e-9))
-        tilt = (self._MEAN / std)[:, None] * (values - values.mean())
-        bets = self._VARIED[:, None] * logs + tilt
+        tilt = (self._MEAN_SHIFTS / std)[:, None] * (values - values.mean())
+        bets = self._EXPONENTS[:, None] * logs + tilt
         # of the factors' logarithms
         self._table = bets - np.logaddexp.reduce(bets, 1, keepdims=True) - logs
-        self._first = int(values[0])
+        self._first_value = int(values[0])
 
     def pay(self, number: int) -> None:
         """Wins or loses by the number."""
-        place = min(max(number - self._first, 0), self._table.shape[1] - 1)
+        place = min(max(number - self._first_value, 0), self._table.shape[1] - 1)
         self._wealth += self._table[:, place]
 
 
@@ -266,8 +266,8 @@ class _Sizes(_Numbers):
         super().__init__()
         self.declare(*_binomial(count, chance))
 
-    def see(self, drawn: DrawnCohort) -> None:
-        self.pay(drawn.size)
+    def see(self, cohort: DrawnCohort) -> None:
+        self.pay(cohort.size)
 
 
 class _Overlap(_Numbers):
@@ -278,17 +278,17 @@ class _Overlap(_Numbers):
     def __init__(self, count: int):
         super().__init__()
         self._count = count
-        self._before = np.zeros(0, np.int64)
+        self._previous_cohort = np.zeros(0, np.int64)
         self._sizes: tuple[int, int] | None = None
 
-    def see(self, drawn: DrawnCohort) -> None:
-        n, m = sizes = (len(self._before), len(drawn.clients))
+    def see(self, cohort: DrawnCohort) -> None:
+        n, m = sizes = (len(self._previous_cohort), len(cohort.clients))
         if sizes != self._sizes:
             self._sizes = sizes
             self.declare(*_hypergeometric(n, m, self._count))
-        both = np.sort(np.concatenate([self._before, drawn.clients]))
-        self.pay(int((both[1:] == both[:-1]).sum()))
-        self._before = drawn.clients
+        merged_clients = np.sort(np.concatenate([self._previous_cohort, cohort.clients]))
+        self.pay(int((merged_clients[1:] == merged_clients[:-1]).sum()))
+        self._previous_cohort = cohort.clients
 
 
 class _Epochs(Bet):
@@ -301,60 +301,61 @@ class _Epochs(Bet):
 
     def __init__(self, sampling: Sampling, count: int):
         assert sampling.epoch is not None and sampling.per_epoch is not None
-        self._rounds, self._most = sampling.epoch, sampling.per_epoch
+        self._rounds, self._max_draws = sampling.epoch, sampling.per_epoch
         self._count = count
         self._sizes, self._overlap = _Numbers(), _Numbers()
-        self._before: list[np.ndarray] = []  # the cohorts of the epoch before
+        self._past_cohorts: list[np.ndarray] = []  # the cohorts of the epoch before
         self._cohorts: list[np.ndarray] = []  # of this epoch, if its first one was seen
         self._clients: np.ndarray | None = None  # by how often an epoch drew them; None: unknown
 
-    def see(self, drawn: DrawnCohort) -> None:
-        t = drawn.t % self._rounds
+    def see(self, cohort: DrawnCohort) -> None:
+        t = cohort.t % self._rounds
         if t == 0:
-            self._before, self._cohorts = self._cohorts, []
+            self._past_cohorts, self._cohorts = self._cohorts, []
             self._times = np.zeros(self._count, np.int32)
-            self._free = self._count  # clients that were in none of its rounds
-            self._clients = np.append(self._count, np.zeros(self._most, np.int64))
+            self._undrawn_count = self._count  # clients that were in none of its rounds
+            self._clients = np.append(self._count, np.zeros(self._max_draws, np.int64))
         if len(self._cohorts) != t:  # it was not seen from its first round on
             return
         if self._clients is not None:
-            chances = (self._most - np.arange(self._most + 1)) / (self._rounds - t)
+            chances = (self._max_draws - np.arange(self._max_draws + 1)) / (self._rounds - t)
             self._sizes.declare(*_binomial_sum(self._clients, chances))
-            self._sizes.pay(drawn.size)
-        self._pay_overlap(drawn.clients, t)
-        self._add(drawn)
+            self._sizes.pay(cohort.size)
+        self._pay_overlap(cohort.clients, t)
+        self._add(cohort)
 
     def _pay_overlap(self, clients: np.ndarray, t: int) -> None:
-        before = self._before[t] if t < len(self._before) else np.zeros(0, np.int64)
-        before, clients = (some[self._times[some] == 0] for some in (before, clients))
-        n, m, free = len(before), len(clients), self._free
-        if 0 < n < free and 0 < m < free:
-            self._overlap.declare(*_hypergeometric(n, m, free))
-            self._overlap.pay(len(np.intersect1d(before, clients)))
+        past = self._past_cohorts[t] if t < len(self._past_cohorts) else np.zeros(0, np.int64)
+        past, clients = (group[self._times[group] == 0] for group in (past, clients))
+        n, m, count = len(past), len(clients), self._undrawn_count
+        if 0 < n < count and 0 < m < count:
+            self._overlap.declare(*_hypergeometric(n, m, count))
+            self._overlap.pay(len(np.intersect1d(past, clients)))
 
-    def _add(self, drawn: DrawnCohort) -> None:
-        clients = drawn.clients
+    def _add(self, cohort: DrawnCohort) -> None:
+        clients = cohort.clients
         times = self._times[clients]
         self._times[clients] += 1
-        self._free -= int((times == 0).sum())
+        self._undrawn_count -= int((times == 0).sum())
         self._cohorts.append(clients)
         if self._clients is not None:
-            if self._most == 1:
-                self._clients += drawn.size * np.array([-1, 1])
-            elif drawn.size == len(clients):
-                counts = np.bincount(np.minimum(times, self._most), minlength=self._most + 1)
+            if self._max_draws == 1:
+                self._clients += cohort.size * np.array([-1, 1])
+            elif cohort.size == len(clients):
+                draws = np.minimum(times, self._max_draws)
+                counts = np.bincount(draws, minlength=self._max_draws + 1)
                 self._clients += np.append(0, counts[:-1]) - counts
             else:  # who dropped out is not known
                 self._clients = None
-        self.impossible |= bool(times.max(initial=0) >= self._most)
+        self.impossible |= bool(times.max(initial=0) >= self._max_draws)
         if self._clients is not None:
             ends = len(self._cohorts) == self._rounds
             self.impossible |= bool(self._clients.min() < 0)
             self.impossible |= ends and int(self._clients[-1]) != self._count
 
     def settle(self) -> float:
-        both = [bet.settle() for bet in (self._sizes, self._overlap)]
-        return math.inf if self.impossible else _log_mean(both)
+        wealths = [bet.settle() for bet in (self._sizes, self._overlap)]
+        return math.inf if self.impossible else _log_mean(wealths)
 
 
 class _Pairs(Bet):
@@ -368,90 +369,91 @@ class _Pairs(Bet):
     """
 
     _ODDS = np.array([2.0, 5.0, 20.0, 100.0, 2000.0])
-    _FIRST = 4 ** np.arange(6)
+    _PAIR_COUNTS = 4 ** np.arange(6)
 
     def __init__(self, count: int, sampling: Sampling):
         self._count = count
         self._repeats = sampling.repeats
-        self._largest = sampling.p_max or 1 / count  # chance of a client at one draw
+        self._max_chance = sampling.p_max or 1 / count  # chance of a client at one draw
         self._rounds = 0
         self._due = 12  # the round after which to search
         self._searches = 0
-        self._seen: list[np.ndarray] = []
-        self._searchable = 0  # clients in all of them
+        self._past_cohorts: list[np.ndarray] = []
+        self._searchable_clients = 0  # clients in all of them
         self._pairs = np.zeros((2, 0), np.int64)
-        self._wealth = np.zeros((len(self._ODDS), len(self._FIRST)))
-        self._paid = -math.inf  # what earlier bets came to
+        self._wealth = np.zeros((len(self._ODDS), len(self._PAIR_COUNTS)))
+        self._past_wealth = -math.inf  # what earlier bets came to
 
-    def see(self, drawn: DrawnCohort) -> None:
-        clients = np.unique(drawn.clients) if self._repeats else drawn.clients
+    def see(self, cohort: DrawnCohort) -> None:
+        clients = np.unique(cohort.clients) if self._repeats else cohort.clients
         if self._pairs.size:
-            first, second = np.isin(self._pairs, clients)
-            left = len(drawn.clients) - int(np.isin(drawn.clients, self._pairs[0]).sum())
-            chance = self._chance(left)
-            places = np.minimum(self._FIRST, len(first)) - 1
-            tried = np.cumsum(first)[places]
-            both = np.cumsum(first & second)[places]
-            self._wealth += np.log(self._ODDS)[:, None] * both
-            self._wealth -= np.log1p((self._ODDS - 1) * chance)[:, None] * tried
-        self._searchable += len(clients)
+            first_drawn, second_drawn = np.isin(self._pairs, clients)
+            draws = len(cohort.clients) - int(np.isin(cohort.clients, self._pairs[0]).sum())
+            chance = self._chance(draws)
+            places = np.minimum(self._PAIR_COUNTS, len(first_drawn)) - 1
+            trials = np.cumsum(first_drawn)[places]
+            joint_draws = np.cumsum(first_drawn & second_drawn)[places]
+            self._wealth += np.log(self._ODDS)[:, None] * joint_draws
+            self._wealth -= np.log1p((self._ODDS - 1) * chance)[:, None] * trials
+        self._searchable_clients += len(clients)
         self._rounds += 1
-        if self._searchable <= _SEARCHED:
-            self._seen.append(clients)
+        if self._searchable_clients <= _MAX_SEARCHED:
+            self._past_cohorts.append(clients)
             if self._rounds >= self._due:
                 self._due = self._rounds + self._rounds // 2
                 if self._pairs.size:
-                    self._paid = self.settle()
+                    self._past_wealth = self.settle()
                     self._searches += 1
                 self._wealth = np.zeros_like(self._wealth)
-                self._pairs = together(self._seen, self._FIRST[-1])
+                self._pairs = together(self._past_cohorts, self._PAIR_COUNTS[-1])
 
-    def _chance(self, left: int) -> float:
-        """The largest chance of the second of a pair among the `left` that are no first ones."""
+    def _chance(self, draws: int) -> float:
+        """The largest chance of the second of a pair among the `draws` of no first one."""
         firsts = self._pairs.shape[1]
         if not self._repeats:
-            return left / (self._count - firsts)
-        largest = min(self._largest / max(1 - firsts * self._largest, self._largest), 1 - 1e-9)
-        return -math.expm1(left * math.log1p(-largest))
+            return draws / (self._count - firsts)
+        chance = self._max_chance
+        chance = min(chance / max(1 - firsts * chance, chance), 1 - 1e-9)
+        return -math.expm1(draws * math.log1p(-chance))
 
     def settle(self) -> float:
         share = (self._searches + 1) * (self._searches + 2)
-        return float(np.logaddexp(self._paid, _log_mean(self._wealth) - math.log(share)))
+        return float(np.logaddexp(self._past_wealth, _log_mean(self._wealth) - math.log(share)))
 
 
-def together(cohorts: Sequence[np.ndarray], most: int) -> np.ndarray:
-    """The pairs of clients that came together most improbably often, int64 [2, k <= most], the most
-    improbable first, every client in one pair at most.
+def together(cohorts: Sequence[np.ndarray], max_pairs: int) -> np.ndarray:
+    """The pairs of clients that came together most improbably often, int64 [2, k <= max_pairs],
+    the most improbable first, every client in one pair at most.
 
     Of a few clients that were drawn most often, the companions are counted, so that the work does
-    not exceed `_COMPARED`.
+    not exceed `_MAX_COMPARED`.
     """
     from scipy.sparse import csr_array
 
     clients, column = np.unique(np.concatenate(cohorts), return_inverse=True)
     sizes = np.array([len(cohort) for cohort in cohorts])
     row = np.repeat(np.arange(len(cohorts)), sizes)
-    taken = csr_array((np.ones(len(row), np.int32), (row, column)))
+    membership = csr_array((np.ones(len(row), np.int32), (row, column)))
     counts = np.bincount(column)
-    often = np.argsort(-counts, kind="stable")
-    work = np.cumsum(counts[often]) * sizes.mean()
-    often = often[: max(1, int(np.searchsorted(work, _COMPARED)))]
-    pairs = (taken[:, often].T @ taken).tocoo()
-    repeated = (often[pairs.row] != pairs.col) & (pairs.data > 1)
-    first = often[pairs.row[repeated]]
-    second = pairs.col[repeated]
-    both = pairs.data[repeated]
-    usual = counts[first] * counts[second] / len(cohorts)
-    score = both * np.log(both / usual) - both + usual  # of independent Poisson numbers
-    score[both <= usual] = 0
-    order = np.argsort(-score, kind="stable")[: 8 * most]
-    best: list[tuple[int, int]] = []
-    chosen: set[int] = set()
-    for pair in zip(first[order].tolist(), second[order].tolist(), strict=True):
-        if chosen.isdisjoint(pair) and len(best) < most:
-            best.append(pair)
-            chosen.update(pair)
-    return clients[np.array(best, np.int64).reshape(-1, 2).T]
+    frequent_columns = np.argsort(-counts, kind="stable")
+    work = np.cumsum(counts[frequent_columns]) * sizes.mean()
+    frequent_columns = frequent_columns[: max(1, int(np.searchsorted(work, _MAX_COMPARED)))]
+    pairs = (membership[:, frequent_columns].T @ membership).tocoo()
+    pair_mask = (frequent_columns[pairs.row] != pairs.col) & (pairs.data > 1)
+    first_clients = frequent_columns[pairs.row[pair_mask]]
+    second_clients = pairs.col[pair_mask]
+    times = pairs.data[pair_mask]
+    means = counts[first_clients] * counts[second_clients] / len(cohorts)
+    score = times * np.log(times / means) - times + means  # of independent Poisson numbers
+    score[times <= means] = 0
+    order = np.argsort(-score, kind="stable")[: 8 * max_pairs]
+    best_pairs: list[tuple[int, int]] = []
+    paired_clients: set[int] = set()
+    for pair in zip(first_clients[order].tolist(), second_clients[order].tolist(), strict=True):
+        if paired_clients.isdisjoint(pair) and len(best_pairs) < max_pairs:
+            best_pairs.append(pair)
+            paired_clients.update(pair)
+    return clients[np.array(best_pairs, np.int64).reshape(-1, 2).T]
 
 
 class _Repeats(Bet):
@@ -466,28 +468,28 @@ class _Repeats(Bet):
         self._wealth = np.zeros(len(self._ODDS))
         self._loss = np.zeros((len(self._ODDS), 0))  # over so many draws
 
-    def see(self, drawn: DrawnCohort) -> None:
-        draws = len(drawn.clients)
+    def see(self, cohort: DrawnCohort) -> None:
+        draws = len(cohort.clients)
         if draws > self._loss.shape[1]:
             chances = np.minimum(np.arange(draws) * self._chance, 1)
             self._loss = np.cumsum(np.log1p((self._ODDS - 1)[:, None] * chances), 1)
-        again = int((drawn.clients[1:] == drawn.clients[:-1]).sum())
+        repeat_count = int((cohort.clients[1:] == cohort.clients[:-1]).sum())
         if draws:
-            self._wealth += np.log(self._ODDS) * again - self._loss[:, draws - 1]
+            self._wealth += np.log(self._ODDS) * repeat_count - self._loss[:, draws - 1]
 
 
-def _window(mean: float, variance: float, least: int, most: int) -> np.ndarray:
+def _window(mean: float, variance: float, min_value: int, max_value: int) -> np.ndarray:
     """The whole numbers within about 12 stds of the mean, float64 [k]."""
     reach = 12 * math.sqrt(variance) + 30
-    first = max(least, math.floor(mean - reach))
-    return np.arange(first, min(most, math.ceil(mean + reach)) + 1, dtype=np.float64)
+    start = max(min_value, math.floor(mean - reach))
+    return np.arange(start, min(max_value, math.ceil(mean + reach)) + 1, dtype=np.float64)
 
 
 def _binomial(n: int, chance: float) -> tuple[np.ndarray, np.ndarray]:
     """Values, float64 [k], of Bin(n, chance), and the logarithms of their probabilities."""
     values = _window(n * chance, n * chance * (1 - chance), 0, n)
     logs = values * math.log(chance) + (n - values) * math.log1p(-chance)
-    return values, _choose(n, values) + logs
+    return values, _log_binomial(n, values) + logs
 
 
 def _hypergeometric(n: int, m: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -496,25 +498,25 @@ def _hypergeometric(n: int, m: int, count: int) -> tuple[np.ndarray, np.ndarray]
     """
     share = n / count
     values = _window(m * share, m * share * (1 - share), max(0, n + m - count), min(n, m))
-    return values, _choose(n, values) + _choose(count - n, m - values)
+    return values, _log_binomial(n, values) + _log_binomial(count - n, m - values)
 
 
 def _binomial_sum(counts: np.ndarray, chances: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Values, float64 [k], of a sum of binomial numbers of so many trials and these chances, and
     the logarithms of their probabilities.
     """
-    masses, first = np.ones(1), 0.0
+    masses, offset = np.ones(1), 0.0
     for n, chance in zip(counts.tolist(), chances.tolist(), strict=True):
         if chance >= 1:
-            first += n
+            offset += n
         elif n and chance:
             values, logs = _binomial(n, chance)
             masses = np.convolve(masses, np.exp(logs))
-            first += values[0]
-    return first + np.arange(len(masses)), np.log(np.maximum(masses, 1e-300))
+            offset += values[0]
+    return offset + np.arange(len(masses)), np.log(np.maximum(masses, 1e-300))
 
 
-def _choose(n: int, k: np.ndarray) -> np.ndarray:
+def _log_binomial(n: int, k: np.ndarray) -> np.ndarray:
     """The logarithm of n over k."""
     return gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1)
 

@@ -9,8 +9,8 @@ declares, which accountants rely on:
   `raydpfl.simulation.sampling_bets`.
 
 >>> from raydpfl.methods.selection.uniform import Uniform
->>> member, clients = Uniform(cohort=90), Population.balanced(900)
->>> monitor = SamplingMonitor(member, clients, np.arange(1, 101), least=90, secret=True)
+>>> member, clients = Uniform(cohort=90), Population.equal_sizes(900)
+>>> monitor = SamplingMonitor(member, clients, np.arange(1, 101), 90, secret=True)
 >>> monitor.check(0, member.draw(0, 0, clients), {})
 >>> monitor.check(1, Cohort.of(np.arange(89)), {})
 Traceback (most recent call last):
@@ -53,10 +53,10 @@ class SamplingMonitor:
     Args:
         selection, population: the member, and the public facts about the clients.
         composed_rounds: int64 [rounds], how many of the first t + 1 rounds the accountants compose.
-        least: the fewest clients that the noise of a round needs.
+        min_clients: the fewest clients that the noise of a round needs.
         secret: whether an accountant relies on the cohort being a secret.
         separation: the fewest rounds between a client's participations that the noise counts on.
-        planned: by round, the `fingerprint` of the draw accounted for in advance; None: none is.
+        planned_draws: by round, the `fingerprint` of a draw accounted for in advance; None: none.
         pairs: whether to look for pairs of clients that come together.
         false_alarm: the probability that a sound member fails by chance.
     """
@@ -66,25 +66,25 @@ class SamplingMonitor:
         selection: Selection,
         population: Population,
         composed_rounds: np.ndarray,
-        least: int,
+        min_clients: int,
         secret: bool,
         separation: int = 1,
-        planned: Mapping[int, bytes] | None = None,
+        planned_draws: Mapping[int, bytes] | None = None,
         pairs: bool = False,
         false_alarm: float = FALSE_ALARM,
     ):
         self._kind = selection.kind
         self._sampling = selection.sampling(population)
         self._count = len(population)
-        self._composed = composed_rounds
-        self._least = least
+        self._composed_rounds = composed_rounds
+        self._min_clients = min_clients
         hidden = secret and self._sampling.hidden
         self._bets = Bets(self._sampling, self._count, pairs) if hidden else None
-        self._most = -math.log(false_alarm)
+        self._max_log_wealth = -math.log(false_alarm)
         self._separation = separation
-        self._last: dict[int, int] = {}  # the latest round of every client, where these count
-        self._planned = planned or {}
-        self._asked = Counter[int]()
+        self._last_rounds: dict[int, int] = {}  # by client, where these count
+        self._planned_draws = planned_draws or {}
+        self._candidate_counts = Counter[int]()
         self._candidates: np.ndarray | None = None  # who was asked in this round
 
     def check_candidates(self, t: int, clients: np.ndarray) -> None:
@@ -99,42 +99,42 @@ class SamplingMonitor:
         candidates = self._candidates
         self._candidates = None
         self._refuse(self._faults(t, cohort, candidates, participations))
-        self._seen(t, cohort.clients)
+        self._record_participations(t, cohort.clients)
 
-    def _seen(self, t: int, clients: np.ndarray) -> None:
+    def _record_participations(self, t: int, clients: np.ndarray) -> None:
         if self._separation > 1:
-            self._last.update(zip(clients.tolist(), repeat(t)))
+            self._last_rounds.update(zip(clients.tolist(), repeat(t)))
 
-    def resume(self, first: int, exposed: Sequence[np.ndarray], asks: bool) -> None:
-        """Takes up the rounds of a resumed run from round `first` on: the clients int64 [k] that
-        each exposed, as candidates if the selection `asks` them.
+    def resume(self, first_round: int, exposed_clients: Sequence[np.ndarray], asks: bool) -> None:
+        """Takes up the rounds of a resumed run from round `first_round` on: the clients int64 [k]
+        that each exposed, as candidates if the selection `asks` them.
         """
-        for t, clients in enumerate(exposed, first):
-            self._seen(t, clients)
-            self._asked.update(clients.tolist() if asks else ())
+        for t, clients in enumerate(exposed_clients, first_round):
+            self._record_participations(t, clients)
+            self._candidate_counts.update(clients.tolist() if asks else ())
 
-    def replay(self, cohorts: Iterable[Cohort], first: int = 0) -> None:
-        """Bets on the cohorts of a resumed run, round by round from `first` on; no more on any
-        where one cannot be drawn once more. Raises `RunError` as `check` does.
+    def replay(self, cohorts: Iterable[Cohort], first_round: int = 0) -> None:
+        """Bets on the cohorts of a resumed run, round by round from `first_round` on; no more on
+        any where one cannot be drawn once more. Raises `RunError` as `check` does.
         """
         participations = Counter[int]()
         try:
-            for t, cohort in enumerate(cohorts, first):
-                self._refuse(self._lost_bets(t, cohort, self._before(cohort, participations)))
+            for t, cohort in enumerate(cohorts, first_round):
+                self._refuse(self._bet_faults(t, cohort, self._draw_counts(cohort, participations)))
                 participations.update(cohort.clients.tolist())
         except ConfigError:  # a selection that needs losses cannot draw it a second time
             self._bets = None
 
-    def _before(self, cohort: Cohort, participations: Mapping[int, int]) -> np.ndarray:
+    def _draw_counts(self, cohort: Cohort, participations: Mapping[int, int]) -> np.ndarray:
         """How often the clients were drawn before this draw, int64 [r], dropouts left out."""
         counts = list(map(participations.get, cohort.clients.tolist(), repeat(0)))
         return np.array(counts, np.int64) + Cohort.of(cohort.clients).draws
 
     def _refuse(self, faults: Iterable[str]) -> None:
         """Raises `RunError` for the first of what a selection does, in words."""
-        for what in faults:
-            said = f"selection.kind {self._kind} {what}"
-            raise RunError(f"{said}: no accountant covers what it does")
+        for fault in faults:
+            message = f"selection.kind {self._kind} {fault}"
+            raise RunError(f"{message}: no accountant covers what it does")
 
     def _faults_of_candidates(self, t: int, clients: np.ndarray) -> Iterator[str]:
         if self._candidates is not None:
@@ -142,14 +142,15 @@ class SamplingMonitor:
         candidates = Cohort.of(clients)
         if not np.array_equal(candidates.clients, clients):
             yield f"asked clients in round {t} that are not ascending"
-        yield from self._malformed(t, candidates)
-        yield from self._unplanned(t, clients)
-        self._asked.update(clients.tolist())
-        most = int(self._composed[t])
-        client, times = self._asked.most_common(1)[0] if self._asked else (0, 0)
-        if times > most and not self._sampling.repeats:
-            asked = f"asked client {client} in {times} of {t + 1} rounds"
-            yield f"{asked}, where at most {most} are accounted for"
+        yield from self._format_faults(t, candidates)
+        yield from self._plan_faults(t, clients)
+        counts = self._candidate_counts
+        counts.update(clients.tolist())
+        limit = int(self._composed_rounds[t])
+        client, times = counts.most_common(1)[0] if counts else (0, 0)
+        if times > limit and not self._sampling.repeats:
+            fault = f"asked client {client} in {times} of {t + 1} rounds"
+            yield f"{fault}, where at most {limit} are accounted for"
 
     def _faults(
         self,
@@ -158,46 +159,46 @@ class SamplingMonitor:
         candidates: np.ndarray | None,
         participations: Mapping[int, int],
     ) -> Iterator[str]:
-        yield from self._malformed(t, cohort)
+        yield from self._format_faults(t, cohort)
         clients = cohort.clients
         sampling = self._sampling
         if candidates is None:
-            yield from self._unplanned(t, clients)
+            yield from self._plan_faults(t, clients)
         elif not np.isin(clients, candidates).all():
             yield f"chose clients in round {t} that are no candidates"
         size = len(cohort) + cohort.lost
         if sampling.size not in (None, size):
-            drew = f"drew {size} clients in round {t}, where its sampling ({sampling})"
-            yield f"{drew} gives {sampling.size}"
+            size_fault = f"drew {size} clients in round {t}, where its sampling ({sampling})"
+            yield f"{size_fault} gives {sampling.size}"
         if sampling.cap is not None and size > sampling.cap:
             yield f"drew {size} clients in round {t}, where its sampling has {sampling.cap} at most"
-        if len(cohort) < self._least:
-            left = f"left {len(cohort)} clients in round {t}"
-            yield f"{left}, where the noise counts on {self._least}"
-        before = self._before(cohort, participations)
-        most = int(self._composed[t])
-        if before.max(initial=-1) >= most and not sampling.repeats:
-            worst = int(before.argmax())
-            times = f"{before[worst] + 1} of {t + 1} rounds"
-            yield f"took client {clients[worst]} in {times}, where at most {most} are accounted for"
-        for client in clients.tolist() if self._last else ():
-            if t - self._last.get(client, -self._separation) < self._separation:
-                least = f"{self._separation} rounds between them, which the noise counts on"
-                yield f"took client {client} in round {t} again, less than {least}"
-        yield from self._lost_bets(t, cohort, before)
+        if len(cohort) < self._min_clients:
+            shortfall = f"left {len(cohort)} clients in round {t}"
+            yield f"{shortfall}, where the noise counts on {self._min_clients}"
+        draw_counts = self._draw_counts(cohort, participations)
+        limit = int(self._composed_rounds[t])
+        if draw_counts.max(initial=-1) >= limit and not sampling.repeats:
+            place = int(draw_counts.argmax())
+            fault = f"took client {clients[place]} in {draw_counts[place] + 1} of {t + 1} rounds"
+            yield f"{fault}, where at most {limit} are accounted for"
+        for client in clients.tolist() if self._last_rounds else ():
+            if t - self._last_rounds.get(client, -self._separation) < self._separation:
+                gap = f"{self._separation} rounds between them, which the noise counts on"
+                yield f"took client {client} in round {t} again, less than {gap}"
+        yield from self._bet_faults(t, cohort, draw_counts)
 
-    def _malformed(self, t: int, cohort: Cohort) -> Iterator[str]:
+    def _format_faults(self, t: int, cohort: Cohort) -> Iterator[str]:
         clients = np.asarray(cohort.clients)
         if clients.ndim != 1 or clients.dtype.kind != "i" or cohort.draws.shape != clients.shape:
             yield f"gave no array of whole numbers in round {t}"
         steps = np.diff(clients, prepend=0, append=self._count - 1)
         if (steps < 0).any():
             yield f"gave clients in round {t} that are not ascending from 0 to {self._count - 1}"
-        again = steps[1:-1] == 0
+        repeat_mask = steps[1:-1] == 0
         # of distinct clients every draw is the first; of several draws some may have dropped out
-        draws = Cohort.of(clients).draws if again.any() else np.zeros(len(clients))
+        draws = Cohort.of(clients).draws if repeat_mask.any() else np.zeros(len(clients))
         if cohort.lost > 0:
-            wrong = (cohort.draws < draws).any() or (np.diff(cohort.draws)[again] <= 0).any()
+            wrong = (cohort.draws < draws).any() or (np.diff(cohort.draws)[repeat_mask] <= 0).any()
         else:
             wrong = not np.array_equal(draws, cohort.draws)
         if wrong:
@@ -207,18 +208,18 @@ class SamplingMonitor:
         if cohort.draws.any() and not self._sampling.repeats:
             yield f"drew client {clients[cohort.draws > 0][0]} twice in round {t}"
 
-    def _unplanned(self, t: int, clients: np.ndarray) -> Iterator[str]:
-        if t in self._planned and fingerprint(clients) != self._planned[t]:
-            drew = f"drew other clients in round {t}"
-            yield f"{drew} than those that were accounted for before the run"
+    def _plan_faults(self, t: int, clients: np.ndarray) -> Iterator[str]:
+        if t in self._planned_draws and fingerprint(clients) != self._planned_draws[t]:
+            fault = f"drew other clients in round {t}"
+            yield f"{fault} than those that were accounted for before the run"
 
-    def _lost_bets(self, t: int, cohort: Cohort, before: np.ndarray) -> Iterator[str]:
+    def _bet_faults(self, t: int, cohort: Cohort, draw_counts: np.ndarray) -> Iterator[str]:
         if self._bets is None:
             return
         size = len(cohort) + cohort.lost
-        drawn = DrawnCohort(t, cohort.clients, before, size, int(self._composed[t]))
-        bet, wealth = self._bets.see(drawn)
-        if wealth >= self._most:
+        limit = int(self._composed_rounds[t])
+        bet, wealth = self._bets.see(DrawnCohort(t, cohort.clients, draw_counts, size, limit))
+        if wealth >= self._max_log_wealth:
             scheme = f"which its sampling ({self._sampling}) hardly ever gives"
             yield f"{WORDS[bet]} by round {t}, {scheme}"
 
@@ -234,52 +235,53 @@ def of_run(plan: Plan, t: int, draws: list[np.ndarray] | None) -> SamplingMonito
     secret = plan.mechanism is not None and not plan.mechanism.by_draws
     secret = secret and selection.sampling(population).hidden
     separation = selection.separation if noise.correlated else 1
-    planned = None
+    planned_draws = None
     if draws is not None:
         present = draws[len(draws) - (plan.experiment.rounds - plan.first) :]
-        planned = {t: fingerprint(clients) for t, clients in enumerate(present, plan.first)}
+        planned_draws = {t: fingerprint(clients) for t, clients in enumerate(present, plan.first)}
     monitor = SamplingMonitor(
         selection,
         population,
-        plan.composed_rounds + max(plan.composed_before, 0),
+        plan.composed_rounds + max(plan.extra_composed_rounds, 0),
         plan.clients_left if noise.drawn_by() == "client" else 0,
         secret,
         separation,
-        planned,
+        planned_draws,
         pairs=selection.is_user_defined,
     )
     seed = plan.cohort_seed()
-    first = 0 if selection.asks else max(0, t - separation + 1)
-    exposed = [selection.exposed(seed, before, population) for before in range(first, t)]
-    monitor.resume(first, exposed, selection.asks)
+    first_round = 0 if selection.asks else max(0, t - separation + 1)
+    clients = [selection.exposed(seed, past, population) for past in range(first_round, t)]
+    monitor.resume(first_round, clients, selection.asks)
 
-    def drawn(before: int) -> Cohort:
+    def redraw(past: int) -> Cohort:
         """The latest release of a round."""
-        past = [segment.restart for segment in plan.history if segment.first <= before]
-        seed = plan.cohort_seed(past[-1] if before < plan.first else None)
-        return selection.draw(seed, before, population)
+        restarts = [segment.restart for segment in plan.history if segment.first <= past]
+        seed = plan.cohort_seed(restarts[-1] if past < plan.first else None)
+        return selection.draw(seed, past, population)
 
     # an epoch whose rounds are of two segments is none that the scheme gives
-    first = plan.first if selection.sampling(population).epoch else 0
-    monitor.replay(map(drawn, range(first, t if secret else 0)), first)
+    first_round = plan.first if selection.sampling(population).epoch else 0
+    monitor.replay(map(redraw, range(first_round, t if secret else 0)), first_round)
     return monitor
 
 
 def check_scheme(plan: Plan) -> None:
     """Raises `RunError` for another sampling scheme than was accounted for."""
-    accounted = plan.mechanism.cohorts if plan.mechanism else None
-    if accounted is None:
+    plan_sampling = plan.mechanism.cohorts if plan.mechanism else None
+    if plan_sampling is None:
         return
     selection = plan.experiment.selection
-    now = selection.sampling(plan.population)
+    sampling = selection.sampling(plan.population)
     if plan.experiment.noise.stands_for is not None:  # the clients that run stand for others
-        now = replace(now, population=accounted.population, cohort=accounted.cohort)
+        size = plan_sampling.population, plan_sampling.cohort
+        sampling = replace(sampling, population=size[0], cohort=size[1])
     facts = [
-        (type(sampling.scheme), *(getattr(sampling, name) for name in _FACTS))
-        for sampling in (accounted, now)
+        (type(value.scheme), *(getattr(value, name) for name in _FACTS))
+        for value in (plan_sampling, sampling)
     ]
     if facts[0] != facts[1]:
         raise RunError(
-            f"selection.kind {selection.kind} declares {now}, and declared {accounted} when "
-            "that was accounted for: no accountant covers what it does"
+            f"selection.kind {selection.kind} declares {sampling}, and declared {plan_sampling} "
+            "when that was accounted for: no accountant covers what it does"
         )

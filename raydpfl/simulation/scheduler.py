@@ -18,25 +18,25 @@ from raydpfl.models.tasks import Form
 CHUNK = 32  # clients at most, for the backends that train a whole chunk at once
 
 
-def chunk_width(cohort: int, most: int | None = None) -> int:
-    """How many clients of a cohort train at once: an even number of chunks, evenly filled, of at
-    most `most` (None: `CHUNK`); one chunk where that holds more than `CHUNK`, as on a GPU, and the
-    whole cohort.
+def chunk_width(cohort: int, max_width: int | None = None) -> int:
+    """How many clients of a cohort train at once: an even number of chunks, evenly filled, of
+    `max_width` at most (None: `CHUNK`); one chunk where that is more than `CHUNK`, as on a GPU, and
+    holds the whole cohort.
 
     >>> chunk_width(150), chunk_width(80), chunk_width(10)
     (25, 20, 5)
-    >>> chunk_width(150, most=1000), chunk_width(150, most=100)
+    >>> chunk_width(150, max_width=1000), chunk_width(150, max_width=100)
     (150, 75)
     """
-    most = most or CHUNK
-    if most > CHUNK and cohort <= most:
+    max_width = max_width or CHUNK
+    if max_width > CHUNK and cohort <= max_width:
         return cohort
-    return math.ceil(cohort / (2 * math.ceil(cohort / (2 * most))))
+    return math.ceil(cohort / (2 * math.ceil(cohort / (2 * max_width))))
 
 
-def held_at_once(local: Local, shards: Shards, form: Form, module: nn.Module, gpus: float) -> int:
+def max_gpu_width(local: Local, shards: Shards, form: Form, module: nn.Module, gpus: float) -> int:
     """How many clients train in half of an actor's share of GPU memory, two at least."""
-    rows = int(local.rows_used(np.array([shards.sizes.max()]))[0])
+    rows = int(local.max_rows(np.array([shards.sizes.max()]))[0])
     # weights, gradients and updates, these and the noise in float64, and what is in the making
     numbers = 16 * models.parameter_count(module)
     numbers += 2 * rows * math.prod(shards.shape)
@@ -74,15 +74,16 @@ def chunks(
         ends = np.arange(width, len(order) + 1, width)
     else:
         ends = _ends(costs[0, order], costs[1, order], costs[2, order], width)
-    cut = []
+    parts = []
     for indices in np.split(order, ends[:-1]):
-        indices = indices[np.lexsort((indices, -_at(steps, indices, -1)))]
-        rows = max(1, int(_at(sizes, indices).max()))
-        chunk_stds = None if stds is None else _at(stds, indices)
-        most = None if limits is None else _at(limits, indices)
-        clients, draws = _at(cohort.clients, indices, -1), _at(cohort.draws, indices)
-        cut.append(Chunk(clients, draws, _at(weights, indices), rows, None, chunk_stds, most))
-    return cut
+        indices = indices[np.lexsort((indices, -_take(steps, indices, -1)))]
+        rows = max(1, int(_take(sizes, indices).max()))
+        chunk_stds = None if stds is None else _take(stds, indices)
+        chunk_limits = None if limits is None else _take(limits, indices)
+        clients, draws = _take(cohort.clients, indices, -1), _take(cohort.draws, indices)
+        factors = _take(weights, indices)
+        parts.append(Chunk(clients, draws, factors, rows, None, chunk_stds, chunk_limits))
+    return parts
 
 
 def _ends(steps: np.ndarray, chunk: np.ndarray, step: np.ndarray, width: int) -> np.ndarray:
@@ -91,22 +92,22 @@ def _ends(steps: np.ndarray, chunk: np.ndarray, step: np.ndarray, width: int) ->
     """
     count = len(chunk)
     total_steps = np.append(0, np.cumsum(steps))
-    least = np.zeros(count + 1)
-    begins = np.zeros(count + 1, np.int64)
+    min_costs = np.zeros(count + 1)
+    chunk_starts = np.zeros(count + 1, np.int64)
     for end in range(1, count + 1):
-        first = max(0, end - width)
-        chunk_steps = total_steps[end] - total_steps[first:end]
-        costs = least[first:end] + chunk[end - 1] + chunk_steps * step[end - 1]
-        best = int(np.argmin(costs))
-        least[end] = costs[best]
-        begins[end] = first + best
+        start = max(0, end - width)
+        chunk_steps = total_steps[end] - total_steps[start:end]
+        costs = min_costs[start:end] + chunk[end - 1] + chunk_steps * step[end - 1]
+        best_index = int(np.argmin(costs))
+        min_costs[end] = costs[best_index]
+        chunk_starts[end] = start + best_index
     ends = [count]
-    while begins[ends[-1]]:
-        ends.append(int(begins[ends[-1]]))
+    while chunk_starts[ends[-1]]:
+        ends.append(int(chunk_starts[ends[-1]]))
     return np.array(ends[::-1])
 
 
-def _at(values: np.ndarray, indices: np.ndarray, fill: int = 0) -> np.ndarray:
+def _take(values: np.ndarray, indices: np.ndarray, fill: int = 0) -> np.ndarray:
     """The values, [r], at these indices, int64 [k]; `fill` at index r."""
     return np.concatenate([values, np.array([fill], values.dtype)])[indices]
 
@@ -119,18 +120,18 @@ class Costs:
     def __init__(self) -> None:
         self._rows = self._seconds = 0.0
 
-    def took(self, chunks: Sequence[Chunk], seconds: float) -> None:
+    def record(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """An assignment of these chunks took so many seconds."""
         self._rows = self.FADE * self._rows + rows(chunks)
         self._seconds = self.FADE * self._seconds + seconds
 
     def of(self, chunks: Sequence[Chunk]) -> np.ndarray:
         """By chunk, float64 [chunks], in seconds; before the first assignment, in rows."""
-        rate = self._seconds / self._rows if self.fitted else 1.0
+        rate = self._seconds / self._rows if self.is_fitted else 1.0
         return rate * np.array([float(rows([chunk])) for chunk in chunks])
 
     @property
-    def fitted(self) -> bool:
+    def is_fitted(self) -> bool:
         return self._seconds > 0
 
 
@@ -138,31 +139,31 @@ def assign_chunks(chunks: Sequence[Chunk], count: int, costs: np.ndarray) -> lis
     """The chunks in at most `count` assignments of about one cost (`costs`: by chunk), the
     costliest first. The costliest chunk that is left goes to the cheapest assignment.
     """
-    assigned: list[list[int]] = [[] for _ in range(count)]
+    assignments: list[list[int]] = [[] for _ in range(count)]
     loads = np.zeros(count)
     for index in np.argsort(-costs, kind="stable").tolist():
-        least = int(np.argmin(loads))
-        assigned[least].append(index)
-        loads[least] += costs[index]
+        cheapest_index = int(np.argmin(loads))
+        assignments[cheapest_index].append(index)
+        loads[cheapest_index] += costs[index]
     order = np.argsort(-loads, kind="stable").tolist()
-    return [[chunks[index] for index in sorted(assigned[i])] for i in order if assigned[i]]
+    return [[chunks[index] for index in sorted(assignments[i])] for i in order if assignments[i]]
 
 
 def assign_clients(chunks: Sequence[Chunk], count: int, costs: np.ndarray) -> list[list[Chunk]]:
     """The chunks, cut between clients, in at most `count` assignments that differ in cost (`costs`:
     by chunk) by one client at most. For clients that have the same bits in any chunk.
     """
-    present = [int((chunk.clients >= 0).sum()) for chunk in chunks]
-    per_client = np.repeat(costs / np.maximum(present, 1), present)
+    client_counts = [int((chunk.clients >= 0).sum()) for chunk in chunks]
+    per_client = np.repeat(costs / np.maximum(client_counts, 1), client_counts)
     middle = np.cumsum(per_client) - per_client / 2
     ends = np.searchsorted(middle, np.linspace(0, per_client.sum(), count + 1)[1:-1])
-    starts = np.cumsum([0, *present])[:-1].tolist()
+    starts = np.cumsum([0, *client_counts])[:-1].tolist()
     assignments = []
-    for first, last in pairwise([0, *ends.tolist(), len(per_client)]):
+    for first_client, last_client in pairwise([0, *ends.tolist(), len(per_client)]):
         parts = [
-            chunk.part(slice(max(0, first - start), min(clients, last - start)))
-            for chunk, start, clients in zip(chunks, starts, present, strict=True)
-            if max(first, start) < min(last, start + clients)
+            chunk.part(slice(max(0, first_client - start), min(clients, last_client - start)))
+            for chunk, start, clients in zip(chunks, starts, client_counts, strict=True)
+            if max(first_client, start) < min(last_client, start + clients)
         ]
         if parts:
             assignments.append(parts)

@@ -37,27 +37,27 @@ from raydpfl.storage.run_files import make_folder, replace_file
 
 log = logging.getLogger("raydpfl")
 # packages that no config brings along
-SHIPPED = ("raydpfl", "torch", "torchvision", "numpy", "pydantic", "builtins")
+SHIPPED_PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "pydantic", "builtins")
 # packages with models that a config may name, whose version stands for their code
 LIBRARIES = ("transformers",)
-KEPT = "code"  # the folder of a run directory with its user-defined modules
-UNREAD = ("__doc__", "__firstlineno__", "__static_attributes__")  # of a class
+CODE_FOLDER = "code"  # the folder of a run directory with its user-defined modules
+IGNORED_ATTRIBUTES = ("__doc__", "__firstlineno__", "__static_attributes__")  # of a class
 # types whose text determines the value
-PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 
 
-def in_training(experiment: Experiment) -> bool:
+def trains_user_code(experiment: Experiment) -> bool:
     """Whether user-defined code takes part in what a client does."""
     members = (experiment.local, experiment.bounding, experiment.model)
     personal = (experiment.evaluate.fine_tune, experiment.personal)
     return any(member.is_user_defined for member in (*members, *filter(None, personal)))
 
 
-def in_run(experiment: Experiment) -> bool:
+def runs_user_code(experiment: Experiment) -> bool:
     """Whether user-defined code takes part in anything that a process of the run does."""
     members = (experiment.noise, experiment.selection, experiment.data.task)
-    every = (*members, *experiment.measure, *experiment.metrics)
-    return in_training(experiment) or any(member.is_user_defined for member in every)
+    run_members = (*members, *experiment.measure, *experiment.metrics)
+    return trains_user_code(experiment) or any(member.is_user_defined for member in run_members)
 
 
 # --- what it does ---
@@ -71,51 +71,51 @@ def sources(experiment: BaseModel) -> dict[str, str]:
     the version.
     """
     texts = {}
-    for name, module, member in _user_defined(experiment):
+    for name, module, member in _user_members(experiment):
         top = "" if module is None else module.__name__.partition(".")[0]
         if top in LIBRARIES:
             parts = [importlib.metadata.version(top).encode()]
         else:
             files = [] if module is None else sorted(_files(module).items())
-            parts = [part for file, path in files for part in (file.encode(), _parsed(path)[0])]
+            parts = [part for file, path in files for part in (file.encode(), _parse(path)[0])]
             if not parts and member is not None:
-                parts = [_typed(member)]
+                parts = [_code_bytes(member)]
         texts[f"code {name}"] = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     return dict(sorted(texts.items()))
 
 
 def check_code(host: str, expected: Mapping[str, str], experiment: BaseModel) -> None:
     """Raises `RunError` if user-defined code, as imported on `host`, is not the run's."""
-    stated = {name: digest for name, digest in expected.items() if name.startswith("code ")}
-    here = sources(experiment) if stated else {}
-    other = [name for name, digest in stated.items() if here.get(name) != digest]
-    if other:
-        what = f"node {host} has other source than the run for {', '.join(other)}"
-        raise RunError(f"{what}; every node must see the same modules")
+    run_digests = {name: digest for name, digest in expected.items() if name.startswith("code ")}
+    node_digests = sources(experiment) if run_digests else {}
+    mismatches = [name for name, digest in run_digests.items() if node_digests.get(name) != digest]
+    if mismatches:
+        problem = f"node {host} has other source than the run for {', '.join(mismatches)}"
+        raise RunError(f"{problem}; every node must see the same modules")
 
 
-def _user_defined(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
+def _user_members(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
     """(name, module, class or function) of every user-defined member and model kind."""
     if isinstance(node, BaseModel):
         cls = type(node)
-        if cls.__module__.partition(".")[0] in SHIPPED:
+        if cls.__module__.partition(".")[0] in SHIPPED_PACKAGES:
             yield from _imported_kind(getattr(node, "kind", None))
         else:
             yield f"{cls.__module__}:{cls.__qualname__}", sys.modules.get(cls.__module__), cls
         for name in cls.model_fields:
-            yield from _user_defined(getattr(node, name))
+            yield from _user_members(getattr(node, name))
     elif isinstance(node, (list, tuple)):
         for child in node:
             if isinstance(child, str) and ":" in child:  # an accountant
                 yield from _imported_kind(child)
-            yield from _user_defined(child)
+            yield from _user_members(child)
 
 
 def _imported_kind(kind: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
-    """As `_user_defined`, of what a kind names by import path."""
+    """As `_user_members`, of what a kind names by import path."""
     if is_path(kind):
         path, _, member = kind.partition(":") if ":" in kind else kind.rpartition(".")
-        module = None if path.partition(".")[0] in SHIPPED else sys.modules.get(path)
+        module = None if path.partition(".")[0] in SHIPPED_PACKAGES else sys.modules.get(path)
         if module is not None:
             yield kind, module, getattr(module, re.split("[:.]", member)[-1], None)
 
@@ -123,20 +123,20 @@ def _imported_kind(kind: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
 def _files(module: ModuleType) -> dict[str, Path]:
     """By module, the files of it, its packages and the user-defined modules it imports."""
     files: dict[str, Path] = {}
-    waiting = [(module.__name__, Path(getattr(module, "__file__", None) or ""))]
-    while waiting:
-        name, path = waiting.pop()
+    queue = [(module.__name__, Path(getattr(module, "__file__", None) or ""))]
+    while queue:
+        name, path = queue.pop()
         if name in files or not path.is_file():
             continue
         files[name] = path
-        for other in _imports(name, path) if path.suffix == ".py" else ():
-            top = other.partition(".")[0]
-            place = None if top in SHIPPED else _place(other)
+        for import_name in _imports(name, path) if path.suffix == ".py" else ():
+            top = import_name.partition(".")[0]
+            place = None if top in SHIPPED_PACKAGES else _place(import_name)
             if place is None:
                 continue
-            own = top == name.partition(".")[0]
-            if own or not (top in sys.stdlib_module_names or _installed(place)):
-                waiting.append((other, place))
+            same_package = top == name.partition(".")[0]
+            if same_package or not (top in sys.stdlib_module_names or _is_installed(place)):
+                queue.append((import_name, place))
     return files
 
 
@@ -144,11 +144,11 @@ def _imports(module: str, path: Path) -> Iterator[str]:
     """The packages that a module is in, and names of the modules that it may import anywhere."""
     yield from (".".join(module.split(".")[:depth]) for depth in range(1, module.count(".") + 1))
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
-    for level, name, taken in _parsed(path)[1]:
+    for level, name, imported_names in _parse(path)[1]:
         base = importlib.util.resolve_name("." * level + name, package) if level else name
         parts = base.split(".")
         yield from (".".join(parts[: depth + 1]) for depth in range(len(parts)))
-        yield from (f"{base}.{name}" for name in taken)
+        yield from (f"{base}.{name}" for name in imported_names)
 
 
 def _place(name: str) -> Path | None:
@@ -156,26 +156,26 @@ def _place(name: str) -> Path | None:
     if name in sys.modules:
         path = getattr(sys.modules[name], "__file__", None)
         return Path(path) if path else None
-    within: Sequence[str] | None = None
+    search_path: Sequence[str] | None = None
     spec = None
     # by its own name: by the whole one a folder without __init__.py asks for its parent module
     for part in name.split("."):
-        spec = importlib.machinery.PathFinder.find_spec(part, within)
+        spec = importlib.machinery.PathFinder.find_spec(part, search_path)
         if spec is None:
             return None
-        within = spec.submodule_search_locations or []
-    located = spec is not None and spec.has_location and spec.origin
-    return Path(located) if located else None
+        search_path = spec.submodule_search_locations or []
+    origin = spec is not None and spec.has_location and spec.origin
+    return Path(origin) if origin else None
 
 
-def _installed(path: Path) -> bool:
+def _is_installed(path: Path) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
 
 
 Imports = tuple[tuple[int, str, tuple[str, ...]], ...]  # level, module, the names taken from it
 
 
-def _parsed(path: Path) -> tuple[bytes, Imports]:
+def _parse(path: Path) -> tuple[bytes, Imports]:
     """A digest of a module's statements, and its imports; else of its bytes, and none."""
     source = path.read_bytes()
     return _statements(source) if path.suffix == ".py" else (hashlib.sha256(source).digest(), ())
@@ -201,35 +201,36 @@ def _statements(source: bytes) -> tuple[bytes, Imports]:
     return hashlib.sha256(ast.unparse(tree).encode()).digest(), tuple(imports)
 
 
-def _typed(member: Any) -> bytes:
+def _code_bytes(member: Any) -> bytes:
     """What a class or function without a file does, and what it names of its module: functions,
     classes and plain values. A docstring is in none of the steps.
     """
-    waiting = [member]
-    seen = set()
+    queue = [member]
+    visited_ids = set()
     parts = []
-    while waiting:
-        item = waiting.pop()
-        if id(item) in seen:
+    while queue:
+        item = queue.pop()
+        if id(item) in visited_ids:
             continue
-        seen.add(id(item))
-        named: list[tuple[str, Any]] = []
+        visited_ids.add(id(item))
+        values: list[tuple[str, Any]] = []
         if isinstance(item, type):
-            named = [("base", base) for base in item.__bases__]
-            named += [pair for pair in sorted(vars(item).items()) if pair[0] not in UNREAD]
+            values = [("base", base) for base in item.__bases__]
+            attributes = sorted(vars(item).items())
+            values += [pair for pair in attributes if pair[0] not in IGNORED_ATTRIBUTES]
         elif inspect.isfunction(item):
             defaults = tuple((item.__kwdefaults__ or {}).items())
-            named = [(item.__qualname__, item.__defaults__), ("keywords", defaults)]
+            values = [(item.__qualname__, item.__defaults__), ("keywords", defaults)]
             for code in _codes(item.__code__):
-                steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
-                parts += [f"{name} {value!r}" for name, value in steps if isinstance(value, PLAIN)]
-                named += [(name, item.__globals__.get(name)) for name in code.co_names]
-        for name, value in named:
+                ops = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+                parts += [f"{op} {value!r}" for op, value in ops if isinstance(value, PLAIN_TYPES)]
+                values += [(name, item.__globals__.get(name)) for name in code.co_names]
+        for name, value in values:
             value = getattr(value, "fget", None) or getattr(value, "__func__", value)
-            if isinstance(value, PLAIN):
+            if isinstance(value, PLAIN_TYPES):
                 parts.append(f"{name}={value!r}")
             elif getattr(value, "__module__", None) == member.__module__:
-                waiting.append(value)
+                queue.append(value)
     return "\n".join(parts).encode()
 
 
@@ -248,40 +249,42 @@ def store_code(experiments: Iterable[BaseModel], folder: Path, fresh: bool = Fal
     """Writes the user-defined modules that the experiments name or import, but for what is
     installed, to `code/` in a run directory; `fresh`: over those that are stored there.
     """
-    members = (found for experiment in experiments for found in _user_defined(experiment))
-    for module in {found[1].__name__: found[1] for found in members if found[1]}.values():
+    members = (member for experiment in experiments for member in _user_members(experiment))
+    for module in {member[1].__name__: member[1] for member in members if member[1]}.values():
         files = _files(module)
-        if module.__name__ not in files or _installed(files[module.__name__]):
+        if module.__name__ not in files or _is_installed(files[module.__name__]):
             continue
         for name, file in files.items():
             folders = name.split(".")[: None if file.stem == "__init__" else -1]
-            place = folder.joinpath(KEPT, *folders, file.name)
-            if not _installed(file) and (fresh or not place.exists()):
+            place = folder.joinpath(CODE_FOLDER, *folders, file.name)
+            if not _is_installed(file) and (fresh or not place.exists()):
                 make_folder(place.parent)
                 replace_file(place, methodcaller("write", file.read_bytes()))
 
 
 @contextmanager
-def stored_code(run: str | Path, first: bool = False) -> Iterator[Path | None]:
+def stored_code(run: str | Path, prefer_stored: bool = False) -> Iterator[Path | None]:
     """Within, the user-defined modules of the directory of a run (or its address) are imported
-    where there are no others of their names; if `first` also where others differ, with a warning.
-    Raises `ConfigError` where another user can write them, or one that differs has been imported.
+    where there are no others of their names; if `prefer_stored` also where others differ, with a
+    warning. Raises `ConfigError` where another user can write them, or one that differs has been
+    imported.
     """
-    with storage.reading(run, "config", lambda name: name.startswith(f"{KEPT}/")) as folder:
-        place = Path(os.path.abspath(folder / KEPT))
+    prefix = f"{CODE_FOLDER}/"
+    with storage.readable_folder(run, "config", lambda name: name.startswith(prefix)) as folder:
+        place = Path(os.path.abspath(folder / CODE_FOLDER))
         if not os.path.isdir(place):  # False for a name that no file can have
             yield None
             return
         _check_private([place, *place.rglob("*")])
         for cache in [*place.rglob("__pycache__")]:  # what is run is what can be read
             shutil.rmtree(cache, ignore_errors=True)
-        other = _other(place)
-        if not other:
+        differing_files = _differing_files(place)
+        if not differing_files:
             yield None
             return
-        if first:
-            _warn(other, place)
-        sys.path.insert(0 if first else len(sys.path), str(place))
+        if prefer_stored:
+            _warn(differing_files, place)
+        sys.path.insert(0 if prefer_stored else len(sys.path), str(place))
         importlib.invalidate_caches()
         try:
             yield place
@@ -291,8 +294,8 @@ def stored_code(run: str | Path, first: bool = False) -> Iterator[Path | None]:
 
 def search(path: Sequence[str]) -> None:
     """Takes on another process's `sys.path`, with what a run stores first if it is there."""
-    ahead = [entry for entry in path[:1] if os.path.basename(entry) == KEPT]
-    sys.path[:] = dict.fromkeys([*ahead, *sys.path, *path])
+    run_entries = [entry for entry in path[:1] if os.path.basename(entry) == CODE_FOLDER]
+    sys.path[:] = dict.fromkeys([*run_entries, *sys.path, *path])
 
 
 def _check_private(paths: Sequence[Path]) -> None:
@@ -304,27 +307,27 @@ def _check_private(paths: Sequence[Path]) -> None:
             raise ConfigError("code", str(path), f"{expected}read it, then take a copy of it")
 
 
-def _other(place: Path) -> dict[str, tuple[Path, Path | None]]:
+def _differing_files(place: Path) -> dict[str, tuple[Path, Path | None]]:
     """By module, stored files found nowhere else with the same statements; what is there."""
-    other = {}
+    differing_files = {}
     for path in sorted(path for path in place.rglob("[!.]*") if path.is_file()):
         parts = path.relative_to(place).parts
         name = ".".join(parts[:-1])
         if path.stem != "__init__":
             name = ".".join((*parts[:-1], path.name.partition(".")[0]))
-        here = _place(name)
-        if here is None or not here.is_file() or _parsed(here)[0] != _parsed(path)[0]:
-            other[name] = (path, here)
-    return other
+        source = _place(name)
+        if source is None or not source.is_file() or _parse(source)[0] != _parse(path)[0]:
+            differing_files[name] = (path, source)
+    return differing_files
 
 
-def _warn(other: Mapping[str, tuple[Path, Path | None]], place: Path) -> None:
+def _warn(differing_files: Mapping[str, tuple[Path, Path | None]], place: Path) -> None:
     """Warns of modules that differ here; `ConfigError` for one that is imported."""
-    for name in other.keys() & sys.modules.keys():
-        path, here = other[name]
-        expected = f"a process that has not imported another {name} ({here})"
+    for name in differing_files.keys() & sys.modules.keys():
+        path, source = differing_files[name]
+        expected = f"a process that has not imported another {name} ({source})"
         raise ConfigError("code", str(path), expected)
-    differ = ", ".join(str(here) for _, here in other.values() if here)
+    differ = ", ".join(str(source) for _, source in differing_files.values() if source)
     if differ:
         message = "%s differs from what the run began with, stored in %s: that is used; "
         log.warning(message + "--fresh-noise would take the new code", differ, place)

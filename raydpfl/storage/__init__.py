@@ -3,7 +3,7 @@
 
 `at` gives a folder of this machine to work in: the directory itself, or, of one elsewhere, a copy
 whose store is kept up to it (`raydpfl.storage.synced_folder`), under a lock against other
-processes (`raydpfl.storage.lock`). `reading` gives one to read from.
+processes (`raydpfl.storage.lock`). `readable_folder` gives one to read from.
 
 >>> with tempfile.TemporaryDirectory() as store:
 ...     with at(f"local://{store}/run") as folder:
@@ -25,33 +25,33 @@ from urllib.parse import urlsplit
 
 from filelock import Timeout
 
-from raydpfl.errors import ConfigError, FileError, RunError, renamed
+from raydpfl.errors import ConfigError, FileError, RunError, rename_fields
 from raydpfl.storage import lock, synced_folder
-from raydpfl.storage.files import LOCK, cache_root, holding, make, remove
-from raydpfl.storage.store import elsewhere, local_path, opened, within
-from raydpfl.storage.synced_folder import origin, push, refetch, spent, times
+from raydpfl.storage.files import LOCK, cache_root, folder_lock, make, remove
+from raydpfl.storage.store import is_address, join_address, local_path, open_store
+from raydpfl.storage.synced_folder import origin, push, push_ledger, refetch, times
 
 __all__ = [
-    "absolute",
+    "absolute_name",
     "at",
-    "elsewhere",
-    "named",
+    "is_address",
+    "join_address",
+    "location",
     "origin",
     "push",
-    "reading",
+    "push_ledger",
+    "readable_folder",
     "refetch",
-    "spent",
     "times",
-    "within",
 ]
 
 log = logging.getLogger("raydpfl")
 WAIT = 1.0  # seconds that a killed process may take to let go of its copy
 
 
-def named(name: str | Path) -> str | Path:
+def location(name: str | Path) -> str | Path:
     """What a directory is called: its address, or its path."""
-    return str(name) if elsewhere(name) else local_path(name)
+    return str(name) if is_address(name) else local_path(name)
 
 
 def new(name: str) -> Path:
@@ -59,9 +59,9 @@ def new(name: str) -> Path:
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
 
 
-def absolute(name: str | Path) -> str:
+def absolute_name(name: str | Path) -> str:
     """The address of a directory, or its whole path."""
-    return str(name) if elsewhere(name) else str(local_path(name).resolve())
+    return str(name) if is_address(name) else str(local_path(name).resolve())
 
 
 @contextmanager
@@ -69,23 +69,23 @@ def at(name: str | Path, patience: float = WAIT) -> Iterator[Path]:
     """A folder of this machine in which to write the directory `name`, a path or an address.
 
     Of an address it is a copy, with what is there. What has changed in it is put there when this
-    is left, however it is, and by `push` and `spent` before. `patience`: seconds that another
+    is left, however it is, and by `push` and `push_ledger` before. `patience`: seconds that another
     process may take to let go of an address.
 
     Raises:
         ConfigError: the address cannot be reached, or another process writes there.
         FileError: the store does not take what it is given.
     """
-    if not elsewhere(name):
+    if not is_address(name):
         yield local_path(name)
         return
     address = str(name)
     place = cache_root() / "elsewhere" / _legible(address)
-    there = opened(address)
+    store = open_store(address)
     with ExitStack() as stack:
         try:
             make(place)
-            stack.enter_context(holding(place, patience))
+            stack.enter_context(folder_lock(place, patience))
         except Timeout:
             expected = "a directory that no other run is writing to"
             raise ConfigError("--out", address, expected) from None
@@ -96,8 +96,8 @@ def at(name: str | Path, patience: float = WAIT) -> Iterator[Path]:
         stack.callback(_empty, place)
         _empty(place)
         folder.mkdir()
-        stack.enter_context(_naming(folder, address))
-        stack.enter_context(lock.held(there, synced_folder.held(folder), patience))
+        stack.enter_context(_substitute_address(folder, address))
+        stack.enter_context(lock.held(store, synced_folder.held(folder), patience))
         synced_folder.begin(address, folder)
         try:
             yield folder
@@ -118,50 +118,50 @@ def _empty(place: Path) -> None:
 
 
 @contextmanager
-def _naming(folder: Path, address: str) -> Iterator[None]:
+def _substitute_address(folder: Path, address: str) -> Iterator[None]:
     """What is raised within names the address, where it would name the copy."""
-    here = str(folder)
+    path = str(folder)
     try:
         yield
     except ConfigError as error:
-        value = error.value.replace(here, address) if isinstance(error.value, str) else error.value
-        expected = error.expected.replace(here, address)
+        value = error.value.replace(path, address) if isinstance(error.value, str) else error.value
+        expected = error.expected.replace(path, address)
         raise ConfigError(error.field, value, expected) from None
     except RunError as error:
-        if type(error) not in (RunError, FileError) or here not in str(error):
+        if type(error) not in (RunError, FileError) or path not in str(error):
             raise
-        raise type(error)(str(error).replace(here, address)) from None
+        raise type(error)(str(error).replace(path, address)) from None
 
 
 @contextmanager
-def reading(
-    name: str | Path, field: str = "run", wanted: Callable[[str], bool] = lambda name: True
+def readable_folder(
+    name: str | Path, field: str = "run", file_filter: Callable[[str], bool] = lambda name: True
 ) -> Iterator[Path]:
     """A folder of this machine that holds the directory `name`, a path or an address, to read; of
-    a YAML file, the file. `field`: what a refusal calls it; `wanted`: which files of an address are
-    fetched, by name.
+    a YAML file, the file. `field`: what a refusal calls it; `file_filter`: which files of an
+    address are fetched, by name.
 
     Raises:
         ConfigError: the address cannot be reached.
         FileError: a file there cannot be read.
     """
-    if not elsewhere(name):
+    if not is_address(name):
         yield local_path(name)
         return
     address = str(name)
     if Path(urlsplit(address).path).suffix in (".yaml", ".yml"):
         whole, _, file = address.partition("?")[0].rpartition("/")
         parent = address.replace(f"{whole}/{file}", whole, 1)
-        with reading(parent, field, lambda name: name == file) as folder:
+        with readable_folder(parent, field, lambda name: name == file) as folder:
             yield folder / file
         return
-    with renamed(lambda _: field):
-        opened(address)
+    with rename_fields(lambda _: field):
+        open_store(address)
     with tempfile.TemporaryDirectory(prefix="raydpfl-") as scratch:
         folder = Path(scratch) / (Path(urlsplit(address).path).name or "run")
         folder.mkdir()
-        with _naming(folder, address):
-            synced_folder.fetch(address, folder, wanted)
+        with _substitute_address(folder, address):
+            synced_folder.fetch(address, folder, file_filter)
             yield folder
 
 

@@ -1,7 +1,7 @@
 """Arrow's numbers as numpy's and back, without pandas, which pyarrow's own conversions import.
 
->>> column = packed([1.5, None], pa.float64())
->>> column.null_count, numbers(column)[0].item(), numbers(packed([3, 4], pa.int64())).tolist()
+>>> column = pack_column([1.5, None], pa.float64())
+>>> column.null_count, numbers(column)[0].item(), numbers(pack_column([3, 4], pa.int64())).tolist()
 (1, 1.5, [3, 4])
 """
 
@@ -14,11 +14,11 @@ import pyarrow as pa
 
 def numbers(column: pa.Array) -> np.ndarray:
     """The values of a column of numbers, [n], read-only, not copied; a null is any value."""
-    held = np.frombuffer(column.buffers()[1] or b"", column.type.to_pandas_dtype())
-    return held[column.offset : column.offset + len(column)]
+    buffer = np.frombuffer(column.buffers()[1] or b"", column.type.to_pandas_dtype())
+    return buffer[column.offset : column.offset + len(column)]
 
 
-def packed(values: Sequence[Any] | np.ndarray, kind: pa.DataType) -> pa.Array:
+def pack_column(values: Sequence[Any] | np.ndarray, kind: pa.DataType) -> pa.Array:
     """Numbers, of which None is null in a list, as a column of the type `kind`."""
     dtype = kind.to_pandas_dtype()
     valid = None

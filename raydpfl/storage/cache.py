@@ -2,7 +2,7 @@
 what one has prepared is put there, and each of the others fetches it once, into the cache of its
 own that lies on its disk.
 
-`whole` and `put` are those of `raydpfl.storage.files` too. The seal of a folder is put last,
+`is_intact` and `put` are those of `raydpfl.storage.files` too. The seal of a folder is put last,
 and what is fetched is compared with it: a folder that was put in half, or is damaged, is none.
 """
 
@@ -12,58 +12,58 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from raydpfl.errors import renamed
+from raydpfl.errors import rename_fields
 from raydpfl.storage import files
-from raydpfl.storage.files import SEAL, cache_address, cache_root, holding
-from raydpfl.storage.store import Store, opened, within
+from raydpfl.storage.files import SEAL, cache_address, cache_root, folder_lock
+from raydpfl.storage.store import Store, join_address, open_store
 
 log = logging.getLogger("raydpfl")
 
 
-def whole(folder: Path) -> bool:
+def is_intact(folder: Path) -> bool:
     """Whether a folder that `put` made is here as it was made; it is fetched if it is at the
     address alone. Raises `ConfigError` where the address cannot be reached, or the cache here has
     no room, and `FileError` where it does not answer.
     """
-    if files.whole(folder):
+    if files.is_intact(folder):
         return True
-    there = _shared(folder)
-    if there is None or SEAL not in there.times():
+    remote_folder = _remote_folder(folder)
+    if remote_folder is None or SEAL not in remote_folder.times():
         return False
     lock = cache_root() / "arriving" / folder.name
     files.make(lock)
-    with holding(lock):
-        if files.whole(folder):
+    with folder_lock(lock):
+        if files.is_intact(folder):
             return True
-        sizes = sealed = None
+        sizes = seal_files = None
         with suppress(FileNotFoundError, ValueError, LookupError, TypeError):
-            sealed = json.loads(there.get(SEAL))["files"]
-            files.put(folder, lambda scratch: there.fetch(sealed, scratch))
+            seal_files = json.loads(remote_folder.get(SEAL))["files"]
+            files.put(folder, lambda scratch: remote_folder.fetch(seal_files, scratch))
             sizes = json.loads((folder / SEAL).read_text())["files"]
-        if sizes is not None and sizes == sealed:
+        if sizes is not None and sizes == seal_files:
             return True
-        log.warning("%s is prepared again: it is not whole there", there.address)
+        log.warning("%s is prepared again: it is not whole there", remote_folder.address)
         files.remove(folder)
         return False
 
 
 def put(folder: Path, fill: Callable[[Path], object]) -> None:
     """Has `fill` write files into a folder of the cache (see `raydpfl.storage.files.put`), which
-    then are at the address too. Raises as `whole`.
+    then are at the address too. Raises as `is_intact`.
     """
     files.put(folder, fill)
-    there = _shared(folder)
-    if there is None:
+    remote_folder = _remote_folder(folder)
+    if remote_folder is None:
         return
     names = [path.name for path in sorted(folder.iterdir()) if path.name != SEAL]
     for name in (*names, SEAL):
-        there.put_file(name, folder / name)
+        remote_folder.put_file(name, folder / name)
 
 
-def _shared(folder: Path) -> Store | None:
+def _remote_folder(folder: Path) -> Store | None:
     """What stands for a folder of the cache at the address, if there is one."""
     address = cache_address()
     if address is None or not folder.is_relative_to(cache_root()):
         return None
-    with renamed(lambda _: "RAYDPFL_CACHE"):
-        return opened(within(address, *folder.relative_to(cache_root()).parts))
+    with rename_fields(lambda _: "RAYDPFL_CACHE"):
+        return open_store(join_address(address, *folder.relative_to(cache_root()).parts))

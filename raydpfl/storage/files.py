@@ -4,7 +4,7 @@
 >>> with tempfile.TemporaryDirectory() as place:
 ...     folder = Path(place) / "answer"
 ...     put(folder, lambda scratch: (scratch / "number").write_text("42"))
-...     whole(folder), (folder / "number").write_text("43"), whole(folder)
+...     is_intact(folder), (folder / "number").write_text("43"), is_intact(folder)
 (True, 2, False)
 
 A folder of the cache also holds `SEAL`: the size and the digest of each file, as written. What is
@@ -53,9 +53,9 @@ def cache_root() -> Path:
     Where another user could have put something there, it is a folder of this process instead, which
     a warning says once.
     """
-    named = os.environ.get("RAYDPFL_CACHE")
-    if named and not cache_address():
-        root = Path(named).absolute()  # client actors have another working directory
+    cache_setting = os.environ.get("RAYDPFL_CACHE")
+    if cache_setting and not cache_address():
+        root = Path(cache_setting).absolute()  # client actors have another working directory
     else:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydpfl"
     try:
@@ -66,7 +66,7 @@ def cache_root() -> Path:
     if foreign is None:
         return root
     if root not in _private:
-        _private[root] = _made_private(root, foreign)
+        _private[root] = _make_private(root, foreign)
     return _private[root]
 
 
@@ -102,7 +102,7 @@ def _foreign_within(root: Path) -> str | None:
     return None
 
 
-def _made_private(root: Path, reason: str) -> Path:
+def _make_private(root: Path, reason: str) -> Path:
     """A folder in the cache's place, for this process and those that it starts; removed at exit."""
     folder = Path(tempfile.mkdtemp(prefix="raydpfl-cache-"))
     maker = os.getpid()
@@ -120,31 +120,32 @@ def _made_private(root: Path, reason: str) -> Path:
 
 def cache_address() -> str | None:
     """RAYDPFL_CACHE, where that is an address (see `raydpfl.storage.cache`)."""
-    named = os.environ.get("RAYDPFL_CACHE", "")
-    return named if "://" in named else None
+    cache_setting = os.environ.get("RAYDPFL_CACHE", "")
+    return cache_setting if "://" in cache_setting else None
 
 
 def data_root(root: Path | None) -> Path:
     """`root`, or RAYDPFL_DATA, or a folder of downloads in the cache."""
-    named = root or os.environ.get("RAYDPFL_DATA")
-    if named:
-        return Path(named)
+    data_folder = root or os.environ.get("RAYDPFL_DATA")
+    if data_folder:
+        return Path(data_folder)
     folder = cache_root() / "downloads"
     with suppress(OSError):  # the download meets what is there
         make(folder)
     return folder
 
 
-def find_file(field: str, name: str, root: Path | None, what: str = "file") -> Path:
-    """The file, or what else of `FOUND` is asked for, `name`: absolute, or relative to the data
-    root or the working folder. Raises `ConfigError` naming `field` where there is none.
+def find_file(field: str, name: str, root: Path | None, kind: str = "file") -> Path:
+    """The path of a file (or of another `kind`, a key of `FOUND`) that `name` gives absolute, or
+    relative to the data root or the working folder. Raises `ConfigError` naming `field` where
+    there is none.
     """
     for path in (data_root(root) / name, Path(name)):
         with suppress(OSError):  # a name that is too long, or a folder that may not be entered
-            if FOUND[what](path):
+            if FOUND[kind](path):
                 return path
-    where = f"{data_root(root)} (--data-root) or {Path.cwd()}"
-    raise ConfigError(field, name, f"a {what}, absolute or under {where}")
+    search_places = f"{data_root(root)} (--data-root) or {Path.cwd()}"
+    raise ConfigError(field, name, f"a {kind}, absolute or under {search_places}")
 
 
 def file_identity(field: str, name: str, root: Path | None) -> list[str]:
@@ -173,9 +174,9 @@ def digest(path: Path) -> str:
         facts = _facts(file.fileno())
         entry = cache_root() / "digests" / f"{facts['device']:x}-{facts['inode']:x}.json"
         with suppress(OSError, ValueError, LookupError, TypeError):
-            kept = kept_json(entry)
-            if kept["check"] == check(facts, kept["sha256"]):
-                return kept["sha256"]
+            record = read_own_json(entry)
+            if record["check"] == check(facts, record["sha256"]):
+                return record["sha256"]
         certain = time.time_ns() - facts["changed"] > CERTAIN  # before any of it is read
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if certain and facts == _facts(file.fileno()) and facts["changed"] % 10**9:
@@ -213,11 +214,11 @@ def keep_json(path: Path, value: object) -> None:
             Path(part).unlink(missing_ok=True)
 
 
-def kept_json(path: Path) -> Any:
+def read_own_json(path: Path) -> Any:
     """What `keep_json` put there. Raises OSError, also for what another user may have put there,
     and ValueError for anything that is no JSON.
     """
-    with open_own(path) as file:
+    with open_own_file(path) as file:
         return _json(file.read())
 
 
@@ -233,7 +234,7 @@ def _json(text: str | bytes) -> Any:
         raise ValueError("values within values, too deep") from None
 
 
-def open_own(path: Path) -> BufferedReader:
+def open_own_file(path: Path) -> BufferedReader:
     """A regular file, no link to one, that this user has written. Raises OSError for any other."""
     # a pipe is not waited for
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -245,24 +246,24 @@ def open_own(path: Path) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
-def read_text(path: Path, most: int = 16 << 20) -> str:
-    """The text of a regular file of at most `most` bytes, or of a pipe that this process was
+def read_text(path: Path, max_bytes: int = 16 << 20) -> str:
+    """The text of a regular file of at most `max_bytes` bytes, or of a pipe that this process was
     started with.
 
     Raises OSError, also for what would never end (a device, a pipe that nobody writes to), and
     UnicodeDecodeError.
     """
-    inherited = str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
-    if not stat.S_ISREG(path.stat().st_mode) and not inherited:
+    is_inherited = str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
+    if not stat.S_ISREG(path.stat().st_mode) and not is_inherited:
         raise OSError(0, "Is a directory" if path.is_dir() else "Is no regular file", str(path))
     with path.open("rb") as file:
-        text = file.read(most + 1)
-    if len(text) > most:
-        raise OSError(0, f"Has more than {most:,} bytes", str(path))
+        text = file.read(max_bytes + 1)
+    if len(text) > max_bytes:
+        raise OSError(0, f"Has more than {max_bytes:,} bytes", str(path))
     return text.decode()
 
 
-def whole(folder: Path) -> bool:
+def is_intact(folder: Path) -> bool:
     """Whether a folder is there as `put` made it; a warning says why one there is not."""
     if not os.path.lexists(folder):
         return False
@@ -287,7 +288,7 @@ def put(folder: Path, fill: Callable[[Path], object]) -> None:
         (scratch / SEAL).write_text(json.dumps({"files": files, "check": check(files)}))
         for path in scratch.iterdir():  # whatever the umask is
             path.chmod(path.stat().st_mode & ~0o022)
-        with holding(folder.parent):
+        with folder_lock(folder.parent):
             if os.path.lexists(folder) and _flaw(folder) is None:
                 return  # another run's
             if os.path.lexists(folder):
@@ -316,8 +317,8 @@ def _flaw(folder: Path) -> str | None:
             actual = (folder / name).stat().st_size
             if actual != size:
                 return f"{name} has {actual:,} bytes instead of {size:,}"
-        for name, (_, written) in files.items():
-            if digest(folder / name) != written:
+        for name, (_, sha256) in files.items():
+            if digest(folder / name) != sha256:
                 return f"{name} has been changed"
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
@@ -335,7 +336,7 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def holding(folder: Path, patience: float = -1) -> Iterator[None]:
+def folder_lock(folder: Path, patience: float = -1) -> Iterator[None]:
     """Holds `folder` against other processes, by its lock file `LOCK`, which goes with it.
 
     The lock is the operating system's, so a killed process holds it no longer; filelock takes a
@@ -351,19 +352,19 @@ def holding(folder: Path, patience: float = -1) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def check_memory(needed: int) -> None:
+def check_memory(required_bytes: int) -> None:
     """Raises MemoryError where so many bytes are more than the memory that is free."""
     free = psutil.virtual_memory().available
-    if needed > free:
-        raise MemoryError(f"{needed / 1e9:,.1f} GB are needed, {free / 1e9:,.1f} are free")
+    if required_bytes > free:
+        raise MemoryError(f"{required_bytes / 1e9:,.1f} GB are needed, {free / 1e9:,.1f} are free")
 
 
 @contextmanager
-def impatient() -> Iterator[None]:
+def network_timeout() -> Iterator[None]:
     """A network that does not answer is an error after 30 seconds."""
-    before = socket.getdefaulttimeout()
+    old_timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(30)
     try:
         yield
     finally:
-        socket.setdefaulttimeout(before)
+        socket.setdefaulttimeout(old_timeout)

@@ -8,7 +8,7 @@ instant both may be refused. (pyarrow.fs has no conditional writes, which would 
 A lock is renewed every `BEAT` seconds. One that has not been for `LAPSE` seconds of the store's own
 clock is a dead process's, and is removed; so, at once, is the last one of this machine's copy of
 the folder, which only one process uses at a time. A process that stood still for so long looks
-before it goes on: if its lock is gone, or another's is there, it has `lost` the folder, and writes
+before it goes on: if its lock is gone, or another's is there, it has lost the folder, and writes
 nothing more (`check`).
 """
 
@@ -33,7 +33,7 @@ MARGIN = 5.0  # seconds before a lock lapses in which nothing is written under i
 TICK = 0.1
 
 
-def now() -> float:
+def uptime() -> float:
     """Seconds since this machine was started, those in which it slept included."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
@@ -61,7 +61,7 @@ def held(store: Store, note: Path, patience: float = 0.0) -> Iterator[None]:
         lock.wait(patience)
         yield
     finally:
-        lock.over.set()
+        lock.stop_event.set()
         if thread.is_alive():
             thread.join()
         with suppress(FileError):
@@ -70,14 +70,14 @@ def held(store: Store, note: Path, patience: float = 0.0) -> Iterator[None]:
 
 def check(note: Path) -> None:
     """Raises `FileError` unless the lock of `note` is in force."""
-    until = now() + LAPSE
+    deadline = uptime() + LAPSE
     while True:
-        _, renewed = note.read_text().split()
-        if renewed != LOST and now() - float(renewed) < LAPSE - MARGIN:
+        _, renewal = note.read_text().split()
+        if renewal != LOST and uptime() - float(renewal) < LAPSE - MARGIN:
             return
-        if renewed == LOST or now() > until:
-            why = "this process stood still, and another may have taken its directory over"
-            raise FileError(f"{why}; go on with --resume")
+        if renewal == LOST or uptime() > deadline:
+            reason = "this process stood still, and another may have taken its directory over"
+            raise FileError(f"{reason}; go on with --resume")
         time.sleep(TICK)
 
 
@@ -87,31 +87,31 @@ class _Lock:
     def __init__(self, store: Store, note: Path):
         self.store = store
         self.name = f"{FOLDER}/{uuid.uuid4().hex}.json"
-        self.over = threading.Event()
+        self.stop_event = threading.Event()
         self._note = note
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": int(time.time())}
         self._owner = json.dumps(owner).encode()
-        self._renewed = now()
+        self._renewal_time = uptime()
 
     def put(self) -> None:
         """Puts or renews it. Raises `FileError`."""
-        began = now()
+        start_time = uptime()
         self.store.put(self.name, self._owner)
-        self._renewed = began
-        self._tell(str(began))
+        self._renewal_time = start_time
+        self._write_note(str(start_time))
 
-    def _tell(self, renewed: str) -> None:
+    def _write_note(self, renewal: str) -> None:
         part = self._note.with_name(f"{self._note.name}.part")
-        part.write_text(f"{self.name} {renewed}")
+        part.write_text(f"{self.name} {renewal}")
         os.replace(part, self._note)
 
     def renew(self) -> None:
-        """Renews it until it is `over`, or lost."""
-        while not self.over.wait(BEAT):
+        """Renews it until `stop_event` is set, or it is lost."""
+        while not self.stop_event.wait(BEAT):
             with suppress(FileError, OSError):  # it lapses, if that goes on
-                stale = now() - self._renewed > LAPSE - MARGIN
+                stale = uptime() - self._renewal_time > LAPSE - MARGIN
                 if stale and [*self.store.times(FOLDER)] != [self.name]:
-                    self._tell(LOST)
+                    self._write_note(LOST)
                     return
                 self.put()
 
@@ -119,16 +119,16 @@ class _Lock:
         """Waits until there is no other lock, and removes those of dead processes. Raises
         `ConfigError` where one is renewed after `patience` seconds.
         """
-        began = now()
-        first: dict[str, int | None] = {}  # when each was renewed as it was first seen
+        start = uptime()
+        renewals: dict[str, int | None] = {}  # when each was renewed as it was first seen
         while True:
             times = self.store.times(FOLDER)
-            mine = times.pop(self.name, None)
-            for name, renewed in times.items():
-                age = (mine - renewed) / 1e9 if mine and renewed else now() - began
+            own_ns = times.pop(self.name, None)
+            for name, time_ns in times.items():
+                age = (own_ns - time_ns) / 1e9 if own_ns and time_ns else uptime() - start
                 if age >= LAPSE:
                     self.store.remove([name])
-                elif first.setdefault(name, renewed) != renewed and now() - began > patience:
+                elif renewals.setdefault(name, time_ns) != time_ns and uptime() - start > patience:
                     expected = "a directory that no other run is writing to; this one is held by "
                     expected += self._holder(name)
                     raise ConfigError("--out", self.store.address, expected)

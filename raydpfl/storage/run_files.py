@@ -44,7 +44,7 @@ class Trajectory:
     def __init__(self, path: Path, d: int, rounds: int = 0):
         self.path = path
         self.bytes = 4 * d
-        with writing(path):
+        with file_errors(path):
             clear(path)
             path.touch()
             rows = min(path.stat().st_size // self.bytes, rounds)
@@ -52,11 +52,11 @@ class Trajectory:
             log.warning(
                 "%s has lost the models after rounds %d to %d; they are NaN", path, rows, rounds - 1
             )
-        for lost in range(rows, rounds):
-            self.write(lost, np.full(d, np.nan, np.float32))
+        for lost_round in range(rows, rounds):
+            self.write(lost_round, np.full(d, np.nan, np.float32))
 
     def write(self, t: int, model: np.ndarray) -> None:
-        with writing(self.path), open(self.path, "r+b") as file:
+        with file_errors(self.path), open(self.path, "r+b") as file:
             file.seek(t * self.bytes)
             file.write(model.astype("<f4").tobytes())
 
@@ -65,28 +65,28 @@ class Dropped:
     """The clients whose updates were dropped, a line of JSON each, on disk with their round. There
     is no file before the first.
 
-    A resumed run keeps the lines of the rounds `before` that one; the others come again.
+    A resumed run keeps the lines of the rounds before `end`; the others come again.
     """
 
-    def __init__(self, path: Path, before: int):
+    def __init__(self, path: Path, end: int):
         self.path = path
         if not os.path.lexists(path):
             return
-        with writing(path):
+        with file_errors(path):
             clear(path)
             text = path.read_bytes().decode(errors="replace") if path.exists() else ""
         lines = [line for line in text.splitlines(keepends=True) if line.strip()]
-        rounds = [_dropped(line) for line in lines]
+        rounds = [_line_round(line) for line in lines]
         if None in rounds:
             log.warning("%s: %d damaged lines are left out", path, rounds.count(None))
-        kept = [line for line, t in zip(lines, rounds, strict=True) if t is not None and t < before]
-        replace_file(path, lambda part: part.write("".join(kept).encode()))
+        lines = [line for line, t in zip(lines, rounds, strict=True) if t is not None and t < end]
+        replace_file(path, lambda part: part.write("".join(lines).encode()))
 
-    def append(self, t: int, dropped: Sequence[tuple[int, str]]) -> None:
+    def append(self, t: int, details: Sequence[tuple[int, str]]) -> None:
         """Adds one round's pairs of client and what happened. Raises `FileError`."""
-        entries = [{"round": t, "client": client, "detail": detail} for client, detail in dropped]
+        entries = [{"round": t, "client": client, "detail": detail} for client, detail in details]
         lines = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
-        with writing(self.path):
+        with file_errors(self.path):
             # One write to an O_APPEND descriptor: a kill can tear no line but the last.
             descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
@@ -97,7 +97,7 @@ class Dropped:
                 os.close(descriptor)
 
 
-def _dropped(line: str) -> int | None:
+def _line_round(line: str) -> int | None:
     """The round of a line of `dropped.jsonl`; None for one that is torn or damaged."""
     try:
         entry = json.loads(line)
@@ -116,9 +116,9 @@ class Clock:
         self.seconds = dict[str, float]()
 
     def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[f"seconds_{phase}"] = now - self._last
-        self._last = now
+        lap_time = time.perf_counter()
+        self.seconds[f"seconds_{phase}"] = lap_time - self._last
+        self._last = lap_time
 
 
 class Pace:
@@ -127,14 +127,14 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._ended = time.monotonic()
+        self._end_time = time.monotonic()
         self._cost = COST
 
     def due(self) -> bool:
-        return time.monotonic() - self._ended >= self._cost / SHARE
+        return time.monotonic() - self._end_time >= self._cost / SHARE
 
-    def took(self, seconds: float) -> None:
-        self._ended = time.monotonic()
+    def record_cost(self, seconds: float) -> None:
+        self._end_time = time.monotonic()
         self._cost = max(seconds, COST)
 
 
@@ -153,7 +153,7 @@ def make_folder(path: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def file_errors(path: Path) -> Iterator[None]:
     """Turns an OSError from within into a `FileError` that names the file."""
     try:
         yield
@@ -180,7 +180,7 @@ def replace_file(path: Path, write: Callable[[Any], object]) -> None:
     that at `path`. Raises `FileError`.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    with writing(path):
+    with file_errors(path):
         try:
             with open(part, "wb") as file:
                 write(file)

@@ -1,8 +1,8 @@
 """An object store, or any other file system that has an address, below one folder of it.
 
->>> elsewhere("s3://bucket/run"), elsewhere("runs/one"), elsewhere("file:///runs/one")
+>>> is_address("s3://bucket/run"), is_address("runs/one"), is_address("file:///runs/one")
 (True, False, False)
->>> within("s3://bucket/sweep?region=eu-west-1", "trials", "a1b2")
+>>> join_address("s3://bucket/sweep?region=eu-west-1", "trials", "a1b2")
 's3://bucket/sweep/trials/a1b2?region=eu-west-1'
 
 pyarrow.fs has S3, Google Cloud Storage, Azure and Hadoop; any other address is fsspec's, with the
@@ -27,11 +27,11 @@ from raydpfl.errors import ConfigError, FileError, message
 ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "memory"})
 PAUSES = (1.0, 3.0, 9.0)  # seconds before a request is made again
 LASTING = ("ACCESS_DENIED", "NO_SUCH_BUCKET", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT")
-AT_ONCE = 8  # files fetched
+FETCH_THREADS = 8  # files fetched
 Answer = TypeVar("Answer")
 
 
-def elsewhere(name: object) -> bool:
+def is_address(name: object) -> bool:
     """Whether a name is an address, and no path of this machine's."""
     return re.match(r"(?!file:)[a-z][a-z0-9+.-]+://", str(name), re.IGNORECASE) is not None
 
@@ -42,9 +42,9 @@ def local_path(name: str | Path) -> Path:
     return Path(unquote(urlsplit(text).path)) if text.startswith("file://") else Path(name)
 
 
-def within(address: str | Path, *names: str) -> str:
+def join_address(address: str | Path, *names: str) -> str:
     """The address of a file or a folder in the folder at `address`; of a path, the path."""
-    if not elsewhere(address):
+    if not is_address(address):
         return str(Path(local_path(address), *names))
     address = str(address)
     place, mark, query = address.partition("?")
@@ -60,7 +60,7 @@ class Store:
         self.address = address
         self._atomic = address.partition("://")[0].lower() in ATOMIC
         try:
-            self._files, root = _reached(address)
+            self._files, root = _connect(address)
             self._root = root.rstrip("/")
             self._times("")
         except Exception as error:  # of any library that fsspec takes
@@ -120,18 +120,18 @@ class Store:
 
     def fetch(self, names: Iterable[str], folder: Path) -> None:
         """Copies files to a folder of this machine, but those now gone. Raises `FileError`."""
-        wanted = list(names)
-        for parent in {(folder / name).parent for name in wanted}:
+        file_names = list(names)
+        for parent in {(folder / name).parent for name in file_names}:
             parent.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(lambda name: self._fetch(name, folder / name), wanted))
+        with ThreadPoolExecutor(FETCH_THREADS) as pool:
+            list(pool.map(lambda name: self._fetch(name, folder / name), file_names))
 
     def _fetch(self, name: str, path: Path) -> None:
         from pyarrow.fs import LocalFileSystem, copy_files
 
-        where = (f"{self._root}/{name}", str(path), self._files, LocalFileSystem())
+        copy_args = (f"{self._root}/{name}", str(path), self._files, LocalFileSystem())
         with suppress(FileNotFoundError):
-            self._request(name, "read", lambda: copy_files(*where))
+            self._request(name, "read", lambda: copy_files(*copy_args))
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes files; those that are not there are passed over. Raises `FileError`."""
@@ -142,7 +142,7 @@ class Store:
     def _remove(self, name: str) -> None:
         self._files.delete_file(f"{self._root}/{name}")
 
-    def _request(self, name: str, what: str, call: Callable[[], Answer]) -> Answer:
+    def _request(self, name: str, action: str, call: Callable[[], Answer]) -> Answer:
         """What a request of a file answers; it is made again for a quarter of a minute. Raises
         FileNotFoundError, `FileError`.
         """
@@ -155,29 +155,29 @@ class Store:
             except Exception as error:  # of any library that fsspec takes
                 pause = next(pauses, None)
                 if pause is None or any(reason in str(error) for reason in LASTING):
-                    place = within(self.address, name)
-                    raise FileError(f"{place} cannot be {what} ({message(error)})") from None
+                    place = join_address(self.address, name)
+                    raise FileError(f"{place} cannot be {action} ({message(error)})") from None
                 time.sleep(pause)
 
 
 @lru_cache
-def opened(address: str) -> Store:
+def open_store(address: str) -> Store:
     """The store at an address, with the connections of this process to it."""
     return Store(address)
 
 
-def _reached(address: str) -> tuple[Any, str]:
+def _connect(address: str) -> tuple[Any, str]:
     import pyarrow as pa
     from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
 
     # else three requests are made for every small file; older versions of Arrow do not know it
     quick = address + ("&" if "?" in address else "?") + "allow_delayed_open=true"
-    for asked in (quick, address) if address.startswith("s3://") else (address,):
+    for uri in (quick, address) if address.startswith("s3://") else (address,):
         try:
-            return FileSystem.from_uri(asked)
+            return FileSystem.from_uri(uri)
         except pa.ArrowInvalid as error:
-            supported = "Unrecognized filesystem type" not in str(error)
-            if supported and asked == address:
+            is_supported = "Unrecognized filesystem type" not in str(error)
+            if is_supported and uri == address:
                 raise
     from fsspec.core import url_to_fs
 

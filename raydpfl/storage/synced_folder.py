@@ -4,9 +4,9 @@
 leaves what can be gone on with: checkpoints after the logs that they count on, the summary last,
 and only then what is gone is removed. A file there is replaced whole.
 
-A round is spent at the store before it is released: `spent` puts the lines that were added since
-the ledger was put whole, in a file that says after which byte they come (`ledger.jsonl.from-BYTE`);
-`fetch` joins them. The store has the truth: no copy is used twice.
+A round is spent at the store before it is released: `push_ledger` puts the lines that were added
+since the ledger was put whole, in a file that says after which byte they come
+(`ledger.jsonl.from-BYTE`); `fetch` joins them. The store has the truth: no copy is used twice.
 
 A sweep's trials are in its directory, below `TRIALS`: the process that runs a trial writes it, from
 another copy, and the sweep's copy only reads it (`refetch`).
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from raydpfl.storage import lock
-from raydpfl.storage.store import opened, within
+from raydpfl.storage.store import join_address, open_store
 
 TAIL = 1 << 16  # bytes of a ledger that are put with every round, at most
 TRIALS = "trials/"
@@ -30,15 +30,15 @@ TRIAL_CHECKPOINT = re.compile(rf"{TRIALS}{CHECKPOINT.pattern}")
 LATER = (r"(.*/)?checkpoints/round-[^/]*", r"(.*/)?summary\.json")  # than all else
 
 
-def fetch(address: str, folder: Path, wanted: Callable[[str], bool]) -> list[str]:
-    """Copies what is `wanted` of the folder at `address`, with hidden files left out, into a folder
-    of this machine. Returns the names of all that is there. Raises `FileError`.
+def fetch(address: str, folder: Path, file_filter: Callable[[str], bool]) -> list[str]:
+    """Copies the files of the folder at `address` whose names pass `file_filter`, without hidden
+    ones, into a folder of this machine. Returns the names of all. Raises `FileError`.
     """
-    there = opened(address)
-    names = [name for name in there.times() if _shown(name)]
-    fetched = [name for name in names if wanted(name)]
-    there.fetch(fetched, folder)
-    for name in fetched:
+    store = open_store(address)
+    names = [name for name in store.times() if _is_visible(name)]
+    fetched_names = [name for name in names if file_filter(name)]
+    store.fetch(fetched_names, folder)
+    for name in fetched_names:
         _join(folder / name)
     return names
 
@@ -60,7 +60,7 @@ def origin(folder: Path) -> str | None:
     for copy in (folder, *folder.parents):
         record = _read_record(copy)
         if record:
-            return within(record["address"], *folder.relative_to(copy).parts)
+            return join_address(record["address"], *folder.relative_to(copy).parts)
     return None
 
 
@@ -78,19 +78,20 @@ def times(folder: Path) -> tuple[int, ...] | None:
     address = origin(folder)
     if address is None:
         return None
-    return tuple(at or 0 for name, at in sorted(opened(address).times().items()) if _shown(name))
+    files = sorted(open_store(address).times().items())
+    return tuple(mtime or 0 for name, mtime in files if _is_visible(name))
 
 
 def _join(path: Path) -> None:
     """Joins a ledger with the lines in `path`, if that is a file of lines that were put later."""
-    whole, mark, begins = path.name.rpartition(".from-")
+    ledger_name, mark, start_byte = path.name.rpartition(".from-")
     if not mark or not path.exists():
         return
-    ledger = path.with_name(whole)
+    ledger = path.with_name(ledger_name)
     head = ledger.read_bytes() if ledger.exists() else b""
-    joined = head[: int(begins)] + path.read_bytes()
-    if int(begins) <= len(head) < len(joined):
-        ledger.write_bytes(joined)
+    joined_bytes = head[: int(start_byte)] + path.read_bytes()
+    if int(start_byte) <= len(head) < len(joined_bytes):
+        ledger.write_bytes(joined_bytes)
     path.unlink()
 
 
@@ -98,11 +99,11 @@ def begin(address: str, folder: Path) -> None:
     """Makes an empty folder the copy of what is at `address`. Raises `FileError`."""
     names = _fetch_without_checkpoints(TRIAL_CHECKPOINT, address, folder)
     names = [name for name in names if not name.startswith(TRIALS)]
-    here = _files(folder)
+    local_files = _files(folder)
     # joined, or otherwise not what is there
     ledgers = {name.rpartition(".from-")[0] for name in names if ".from-" in name}
-    put = {name: None if name in ledgers else here.get(name) for name in names}
-    _write_record(folder, {"address": address, "put": put})
+    stored_files = {name: None if name in ledgers else local_files.get(name) for name in names}
+    _write_record(folder, {"address": address, "put": stored_files})
 
 
 def push(folder: Path) -> None:
@@ -113,34 +114,35 @@ def push(folder: Path) -> None:
     if record is None:
         return
     lock.check(held(folder))
-    there = opened(record["address"])
-    here = {name: facts for name, facts in _files(folder).items() if not name.startswith(TRIALS)}
-    put = record["put"]
-    for name in sorted((name for name in here if here[name] != put.get(name)), key=_order):
-        there.put_file(name, folder / name)
-        put[name] = here[name]
+    store = open_store(record["address"])
+    files = {name: facts for name, facts in _files(folder).items() if not name.startswith(TRIALS)}
+    stored_files = record["put"]
+    changes = [name for name in files if files[name] != stored_files.get(name)]
+    for name in sorted(changes, key=_order):
+        store.put_file(name, folder / name)
+        stored_files[name] = files[name]
         _write_record(folder, record)
-    gone = put.keys() - here.keys()
-    there.remove(sorted(gone))
-    record["put"] = {name: facts for name, facts in put.items() if name not in gone}
+    removals = stored_files.keys() - files.keys()
+    store.remove(sorted(removals))
+    record["put"] = {name: facts for name, facts in stored_files.items() if name not in removals}
     _write_record(folder, record)
 
 
-def spent(ledger: Path) -> None:
+def push_ledger(ledger: Path) -> None:
     """Puts the lines of a ledger that its store has not, if it lies in a copy. Raises as `push`."""
     record = _read_record(ledger.parent)
     if record is None:
         return
     lock.check(held(ledger.parent))
-    put = record["put"]
+    stored_files = record["put"]
     facts = _files(ledger.parent, ledger.name)[ledger.name]
-    begins = (put.get(ledger.name) or [0])[0]
-    name = ledger.name if facts[0] - begins > TAIL else f"{ledger.name}.from-{begins:012d}"
+    start_byte = (stored_files.get(ledger.name) or [0])[0]
+    name = ledger.name if facts[0] - start_byte > TAIL else f"{ledger.name}.from-{start_byte:012d}"
     with open(ledger, "rb") as file:
-        file.seek(0 if name == ledger.name else begins)
-        opened(record["address"]).put(name, file.read())
-    if name == ledger.name or name not in put:
-        put[name] = facts if name == ledger.name else None
+        file.seek(0 if name == ledger.name else start_byte)
+        open_store(record["address"]).put(name, file.read())
+    if name == ledger.name or name not in stored_files:
+        stored_files[name] = facts if name == ledger.name else None
         _write_record(ledger.parent, record)
 
 
@@ -149,13 +151,13 @@ def _files(folder: Path, pattern: str = "**/*") -> dict[str, list[int]]:
     files = {}
     for path in sorted(folder.glob(pattern)):
         name = path.relative_to(folder).as_posix()
-        if _shown(name) and path.is_file():
+        if _is_visible(name) and path.is_file():
             facts = path.stat()
             files[name] = [facts.st_size, facts.st_mtime_ns, facts.st_ino]
     return files
 
 
-def _shown(name: str) -> bool:
+def _is_visible(name: str) -> bool:
     return not any(part.startswith(".") for part in name.split("/"))
 
 

@@ -32,8 +32,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raydpfl.storage.arrow import packed
-from raydpfl.storage.run_files import Extent, Pace, clear, replace_file, writing
+from raydpfl.storage.arrow import pack_column
+from raydpfl.storage.run_files import Extent, Pace, clear, file_errors, replace_file
 
 COUNTS = frozenset(
     {"round", "client", "cohort", "lost", "dropped", "actors", "replaced", "wrapped"}
@@ -65,8 +65,8 @@ class StoredTable:
         self.path = folder / f"{name}.parquet"
         self.log = folder / "checkpoints" / f"{name}.arrows"
         self.schema = schema
-        self._pending: list[Mapping[str, Sequence[Any] | np.ndarray]] = []
-        self._copied: int | None = None  # rows in the Parquet file; None: unknown
+        self._pending_columns: list[Mapping[str, Sequence[Any] | np.ndarray]] = []
+        self._copied_rows: int | None = None  # rows in the Parquet file; None: unknown
         self._pace = Pace()
         self._digest = hashlib.sha256()
         self._extent = Extent(0, 0, self._digest.hexdigest())
@@ -81,7 +81,7 @@ class StoredTable:
             raise ValueError(f"{self.path.name} has no column {', '.join(sorted(unknown))}")
         if len({len(values) for values in columns.values()}) > 1:
             raise ValueError(f"{self.path.name} is given columns of several lengths")
-        self._pending.append(columns)
+        self._pending_columns.append(columns)
 
     def flush(self) -> Extent:
         """Puts pending rows on disk; returns how far the log reaches. Raises `FileError`."""
@@ -94,27 +94,27 @@ class StoredTable:
             rows = self._extent.rows + batch.num_rows
             length = self._extent.length + len(message)
             self._extent = Extent(rows, length, self._digest.hexdigest())
-            self._pending.clear()
-        if not self._copied or self._pace.due():
+            self._pending_columns.clear()
+        if not self._copied_rows or self._pace.due():
             self.copy()
         return self._extent
 
     def copy(self) -> None:
         """Copies all flushed rows, if any, to the Parquet file. Raises `FileError`."""
-        if self._copied == self._extent.rows:
+        if self._copied_rows == self._extent.rows:
             return
-        began = time.monotonic()
-        write_table(self.path, self._flushed())
-        self._copied = self._extent.rows
-        self._pace.took(time.monotonic() - began)
+        start_time = time.monotonic()
+        write_table(self.path, self._flushed_rows())
+        self._copied_rows = self._extent.rows
+        self._pace.record_cost(time.monotonic() - start_time)
 
     def resume(self, extent: Extent) -> None:
         """Continues from `extent` of a `flush`, and drops what is beyond. Raises as `read`."""
         self.read(extent)
-        self._pending.clear()
-        self._digest = hashlib.sha256(self._mapped(extent.length))
+        self._pending_columns.clear()
+        self._digest = hashlib.sha256(self._map_log(extent.length))
         self._extent = extent
-        self._copied = None
+        self._copied_rows = None
 
     def read(self, extent: Extent) -> pa.Table:
         """The rows of the log up to `extent`.
@@ -124,7 +124,7 @@ class StoredTable:
             ValueError: it is not as it was written, or is not of this table.
             pyarrow.ArrowException: it is no Arrow stream.
         """
-        log = self._mapped(extent.length)
+        log = self._map_log(extent.length)
         if hashlib.sha256(log).hexdigest() != extent.sha256:
             raise ValueError(f"{self.log.name} has been changed since it was written")
         table = self._rows(log)
@@ -136,12 +136,12 @@ class StoredTable:
 
     def arrow(self) -> pa.Table:
         """All rows, flushed or pending."""
-        pending = pa.Table.from_batches([self._batch()], self.schema)
-        return pa.concat_tables([self._flushed(), pending])
+        pending_rows = pa.Table.from_batches([self._batch()], self.schema)
+        return pa.concat_tables([self._flushed_rows(), pending_rows])
 
-    def _flushed(self) -> pa.Table:
-        with writing(self.log):
-            return self._rows(self._mapped(self._extent.length))
+    def _flushed_rows(self) -> pa.Table:
+        with file_errors(self.log):
+            return self._rows(self._map_log(self._extent.length))
 
     def _rows(self, log: pa.Buffer) -> pa.Table:
         if not log.size:
@@ -149,7 +149,7 @@ class StoredTable:
         with pa.ipc.open_stream(log) as reader:
             return reader.read_all()
 
-    def _mapped(self, length: int) -> pa.Buffer:
+    def _map_log(self, length: int) -> pa.Buffer:
         """The first `length` bytes of the log, memory-mapped. Raises OSError, ValueError."""
         if not length:
             return pa.py_buffer(b"")
@@ -168,19 +168,19 @@ class StoredTable:
     def _column(self, field: pa.Field) -> pa.Array:
         parts: list[Any] = [
             columns[field.name] if field.name in columns else [None] * _rows_of(columns)
-            for columns in self._pending
+            for columns in self._pending_columns
         ]
         arrays = [part for part in parts if isinstance(part, np.ndarray)]
         if arrays and len(arrays) == len(parts):
-            return packed(np.concatenate(arrays), field.type)
+            return pack_column(np.concatenate(arrays), field.type)
         values = list(chain.from_iterable(parts))
         if pa.types.is_primitive(field.type):
-            return packed(values, field.type)
+            return pack_column(values, field.type)
         return pa.array(values, field.type)
 
     def _write(self, message: bytes) -> None:
         """Writes to the log at the end of its extent, over anything beyond."""
-        with writing(self.log):
+        with file_errors(self.log):
             clear(self.log.parent, folder=True)
             self.log.parent.mkdir(exist_ok=True)
             clear(self.log)
@@ -204,7 +204,7 @@ def write_table(path: Path, table: pa.Table) -> None:
     if table.num_rows:
         replace_file(path, lambda part: pq.write_table(table, part))
         return
-    with writing(path):
+    with file_errors(path):
         clear(path)
         path.unlink(missing_ok=True)
 

@@ -8,7 +8,7 @@ A field takes a space in place of its value, and a section `sweep` says how to s
 ...     "bounding": {"kind": "clip", "bound": {"powers_of_two": [-1, 1]}},
 ...     "sweep": {"repeats": 3},
 ... })
->>> [tuple(values.values()) for values in sweep.listed()]
+>>> [tuple(values.values()) for values in sweep.setting_values()]
 [(0.05, 0.5), (0.05, 1), (0.05, 2), (0.1, 0.5), (0.1, 1), (0.1, 2)]
 >>> sweep.setting({"local.lr": 0.1, "bounding.bound": 2}).experiment.bounding.bound
 2.0

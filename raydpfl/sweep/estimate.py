@@ -16,12 +16,12 @@ from raydpfl.core.hardware import cores
 from raydpfl.experiment import Experiment
 from raydpfl.runtime import runner
 from raydpfl.simulation.resolution import resolve
-from raydpfl.storage.files import cache_root, keep_json, kept_json
-from raydpfl.sweep.timeouts import like, work
+from raydpfl.storage.files import cache_root, keep_json, read_own_json
+from raydpfl.sweep.timeouts import work, workload_kind
 from raydpfl.sweep.trials import name_of
 
 log = logging.getLogger("raydpfl")
-TIMED = 2  # rounds, of which the last one counts: the first has much to set up
+TIMED_ROUNDS = 2  # rounds, of which the last one counts: the first has much to set up
 START = 0.1  # seconds between a run's end and the next one's beginning in the same process
 Runs = Iterable[tuple[Experiment, int]]  # an experiment, and how often something like it is run
 
@@ -46,8 +46,8 @@ def duration(seconds: float) -> str:
     >>> duration(42), duration(150), duration(5400), duration(400_000)
     ('42 s', '2.5 min', '1.5 h', '4.6 days')
     """
-    for most, unit, name in ((60, 1, "s"), (3600, 60, "min"), (172_800, 3600, "h")):
-        if seconds < most:
+    for limit, unit, name in ((60, 1, "s"), (3600, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
             return f"{seconds / unit:.2g} {name}"
     return f"{seconds / 86_400:.2g} days"
 
@@ -58,12 +58,12 @@ def estimate(runs: Runs) -> Estimate:
     times = {path: timing for path in kinds if (timing := _timing(path)) is not None}
     number = sum(count for load in kinds.values() for _, count in load)
     seconds = sum(
-        count * (start + START + experiment.rounds * per_round)  # of one core
-        for path, (start, per_round) in times.items()
+        count * (start + START + experiment.rounds * round_seconds)  # of one core
+        for path, (start, round_seconds) in times.items()
         for experiment, count in kinds[path]
     )
-    whole = seconds / min(cores(), max(1, number))  # a core a run
-    return Estimate(whole if len(times) == len(kinds) else None, len(kinds), len(times))
+    wall_seconds = seconds / min(cores(), max(1, number))  # a core a run
+    return Estimate(wall_seconds if len(times) == len(kinds) else None, len(kinds), len(times))
 
 
 def measure(runs: Runs, root: Path | None) -> Estimate:
@@ -76,7 +76,7 @@ def measure(runs: Runs, root: Path | None) -> Estimate:
     try:
         for path, load in workloads(runs).items():
             if _timing(path) is None:
-                keep_json(path, _timed(load[0][0], root))
+                keep_json(path, _time_rounds(load[0][0], root))
     finally:
         log.setLevel(level)
     return estimate(runs)
@@ -85,11 +85,11 @@ def measure(runs: Runs, root: Path | None) -> Estimate:
 def workloads(runs: Runs) -> dict[Path, list[tuple[Experiment, int]]]:
     """The runs of each kind, by the file with its timing; each experiment counts once."""
     loads: dict[Path, list[tuple[Experiment, int]]] = {}
-    different: dict[str, tuple[Experiment, int]] = {}
+    distinct_runs: dict[str, tuple[Experiment, int]] = {}
     for run in runs:
-        different.setdefault(name_of(run[0]), run)
-    for experiment, times in different.values():
-        kind = (sorted(like(experiment)), work(experiment), cores())
+        distinct_runs.setdefault(name_of(run[0]), run)
+    for experiment, times in distinct_runs.values():
+        kind = (sorted(workload_kind(experiment)), work(experiment), cores())
         digest = hashlib.sha256(repr(kind).encode()).hexdigest()[:16]
         path = cache_root() / "rounds" / f"{digest}.json"
         loads.setdefault(path, []).append((experiment, times))
@@ -97,26 +97,26 @@ def workloads(runs: Runs) -> dict[Path, list[tuple[Experiment, int]]]:
 
 
 def _timing(path: Path) -> tuple[float, float] | None:
-    """Seconds to start a run, and of a round, as `_timed` measured them; None: it has not."""
+    """Seconds to start a run, and of a round, as `_time_rounds` measured them; None: not yet."""
     try:
-        start, per_round = kept_json(path)
-        return float(start), float(per_round)
+        start, round_seconds = read_own_json(path)
+        return float(start), float(round_seconds)
     except (OSError, ValueError, TypeError):
         return None
 
 
-def _timed(experiment: Experiment, root: Path | None) -> tuple[float, float]:
-    """Runs `TIMED` rounds: seconds to start the run, and seconds of the last of them."""
+def _time_rounds(experiment: Experiment, root: Path | None) -> tuple[float, float]:
+    """Runs `TIMED_ROUNDS` rounds: seconds to start the run, and seconds of the last of them."""
     rows: list[dict] = []
 
-    def enough(more: list[dict]) -> bool:
-        rows.extend(more)
-        return len(rows) >= TIMED
+    def collect_rows(new_rows: list[dict]) -> bool:
+        rows.extend(new_rows)
+        return len(rows) >= TIMED_ROUNDS
 
     experiment = experiment.model_copy(update={"track": ()})
     resolve(experiment, root)  # data and noise are prepared once for all runs that share them
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="raydpfl-timed-") as folder:
-        runner.run(experiment, Path(folder) / "run", data_root=root, on_rows=enough)
-    whole = time.perf_counter() - began
-    return max(0.0, whole - sum(row["seconds"] for row in rows)), rows[-1]["seconds"]
+        runner.run(experiment, Path(folder) / "run", data_root=root, on_rows=collect_rows)
+    elapsed = time.perf_counter() - start_time
+    return max(0.0, elapsed - sum(row["seconds"] for row in rows)), rows[-1]["seconds"]

@@ -1,5 +1,5 @@
-"""Optuna: which setting of a sweep comes next, where it proposes them (`guided`), and a sweep as a
-study in a storage of Optuna (`Dashboard`).
+"""Optuna: which setting of a sweep comes next, where it proposes them (`propose_settings`), and a
+sweep as a study in a storage of Optuna (`Dashboard`).
 
 Its proposals do not depend on the order in which results arrive: setting k is proposed when the
 results of all settings up to k - `ahead` have been reported, and of no other. So they are the same
@@ -26,26 +26,26 @@ from raydpfl.sweep.spaces import Interval, Options, Space
 from raydpfl.sweep.sweep import Sweep
 from raydpfl.sweep.trials import SearchSetting, Trial, identity, meaning
 
-LONG = 60  # characters of a value that is no number
+MAX_TEXT_LENGTH = 60  # characters of a value that is no number
 log = logging.getLogger("raydpfl")
 
 
 def optuna(
-    field: str = "sweep.search", value: Any = "optuna", other: str = "grid or random"
+    field: str = "sweep.search", value: Any = "optuna", alternatives: str = "grid or random"
 ) -> Any:
-    """The library. Raises `ConfigError`, on the field that asks for it and with the `other` values
-    that do without, where it is not installed.
+    """The library. Raises `ConfigError` on the field that asks for it, with its `alternatives`,
+    where it is not installed.
     """
     try:
         library = importlib.import_module("optuna")
     except ImportError:
-        expected = f"{other}; optuna needs pip install 'raydpfl[optuna]'"
+        expected = f"{alternatives}; optuna needs pip install 'raydpfl[optuna]'"
         raise ConfigError(field, value, expected) from None
     library.logging.set_verbosity(library.logging.ERROR)
     return library
 
 
-def guided(
+def propose_settings(
     sweep: Sweep, add: Callable[[dict[str, Any]], SearchSetting]
 ) -> Iterator[SearchSetting | None]:
     """The settings that Optuna's tree-structured Parzen estimator (Watanabe 2023) proposes, at most
@@ -62,11 +62,11 @@ def guided(
     spaces = list(sweep.spaces.items())  # known to Optuna by number, as it sorts them by name
     distributions = {str(k): _distribution(space) for k, (_, space) in enumerate(spaces)}
     settings: dict[str, SearchSetting] = {}
-    pending: deque[tuple[Any, SearchSetting]] = deque()  # proposed, without a reported result
+    queue: deque[tuple[Any, SearchSetting]] = deque()  # proposals without a reported result
     for _ in range(sweep.size):
-        if len(pending) == sweep.search.ahead:
-            proposal, setting = pending.popleft()
-            while not setting.done:
+        if len(queue) == sweep.search.ahead:
+            proposal, setting = queue.popleft()
+            while not setting.is_done:
                 yield None
             mean = setting.mean(metric)
             if mean is None:
@@ -76,12 +76,12 @@ def guided(
         proposal = study.ask(distributions)
         values = {}
         for k, (key, space) in enumerate(spaces):
-            drawn = proposal.params[str(k)]
-            values[key] = space.options[drawn] if isinstance(space, Options) else float(drawn)
+            param = proposal.params[str(k)]
+            values[key] = space.options[param] if isinstance(space, Options) else float(param)
         name = identity(values)
         if name not in settings:
             settings[name] = add(values)
-        pending.append((proposal, settings[name]))
+        queue.append((proposal, settings[name]))
         yield settings[name]
 
 
@@ -112,15 +112,17 @@ class Dashboard:
         self.name = name
         self.url = sweep.search.storage
         self._library = optuna("sweep.storage", self.url, "none")
-        self._failed = False
-        self._shown: dict[str, str] = {}  # its outcome, by setting
+        self._has_failed = False
+        self._outcomes: dict[str, str] = {}  # in words, by setting
         self._axes = {key: self._axis(space) for key, space in sweep.spaces.items()}
         # what a resumed sweep has in common with what it was
-        some = {key: space.probes[0] for key, space in sweep.spaces.items()}
-        searched = tuple(f"{key}." for key in some)
-        means = meaning(sweep.setting(some).experiment)
-        fixed = {k: value for k, value in means.items() if not f"{k}.".startswith(searched)}
-        self._mark = identity({"metric": sweep.search.metric, "keys": sorted(some), **fixed})
+        values = {key: space.probes[0] for key, space in sweep.spaces.items()}
+        prefixes = tuple(f"{key}." for key in values)
+        leaves = meaning(sweep.setting(values).experiment)
+        fixed_leaves = {k: v for k, v in leaves.items() if not f"{k}.".startswith(prefixes)}
+        self._mark = identity(
+            {"metric": sweep.search.metric, "keys": sorted(values), **fixed_leaves}
+        )
         try:
             self._open()
         except ConfigError:
@@ -140,7 +142,7 @@ class Dashboard:
             raise ConfigError("sweep.storage", self.url, expected)
         for trial in self._study.get_trials(deepcopy=False):
             value = trial.value if trial.values else None
-            self._shown[trial.user_attrs.get("setting", "")] = _words(trial.state.name, value)
+            self._outcomes[trial.user_attrs.get("setting", "")] = _words(trial.state.name, value)
 
     def _create(self) -> None:
         place = {"study_name": self.name, "storage": self._storage}
@@ -150,36 +152,37 @@ class Dashboard:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # this is marked experimental
             self._study.set_metric_names([self.sweep.search.metric])
-        self._shown = {}
+        self._outcomes = {}
 
-    def show(self, settings: Sequence[SearchSetting], over: bool = False) -> None:
-        """Adds the settings that are done. `over`: these are all that the sweep has."""
-        if self._failed:
+    def show(self, settings: Sequence[SearchSetting], is_over: bool = False) -> None:
+        """Adds the settings that are done. `is_over`: these are all that the sweep has."""
+        if self._has_failed:
             return
         try:
-            self._show({identity(setting.values): setting for setting in settings}, over)
+            self._show({identity(setting.values): setting for setting in settings}, is_over)
         except Exception as error:  # of any library that the URL names
-            self._failed = True
-            without = "the sweep continues without it; --resume adds what is missing"
-            log.warning("sweep.storage: %s; %s", one_line(error, 200), without)
+            self._has_failed = True
+            consequence = "the sweep continues without it; --resume adds what is missing"
+            log.warning("sweep.storage: %s; %s", one_line(error, 200), consequence)
 
-    def _show(self, settings: dict[str, SearchSetting], over: bool) -> None:
+    def _show(self, settings: dict[str, SearchSetting], is_over: bool) -> None:
         metric = self.sweep.search.metric
-        done = {}
+        outcomes = {}
         for name, setting in settings.items():
-            if setting.done:
+            if setting.is_done:
                 mean = setting.mean(metric)  # a scheduler's stop is called pruning
                 state = "FAIL" if mean is None else "COMPLETE" if setting.whole else "PRUNED"
-                done[name] = state, mean
-        others = any(_words(*done[name]) != self._shown[name] for name in done.keys() & self._shown)
-        if others or (over and self._shown.keys() - settings.keys()):
-            what = f"the study {self.name} in {self.url}"
-            log.warning("%s does not match the sweep and is replaced", what)
+                outcomes[name] = state, mean
+        names = outcomes.keys() & self._outcomes
+        mismatch = any(_words(*outcomes[name]) != self._outcomes[name] for name in names)
+        if mismatch or (is_over and self._outcomes.keys() - settings.keys()):
+            study_label = f"the study {self.name} in {self.url}"
+            log.warning("%s does not match the sweep and is replaced", study_label)
             self._library.delete_study(study_name=self.name, storage=self._storage)
             self._create()
-        for name in [name for name in done if name not in self._shown]:
-            self._study.add_trial(self._trial(name, settings[name], *done[name]))
-            self._shown[name] = _words(*done[name])
+        for name in [name for name in outcomes if name not in self._outcomes]:
+            self._study.add_trial(self._trial(name, settings[name], *outcomes[name]))
+            self._outcomes[name] = _words(*outcomes[name])
 
     def _trial(self, name: str, setting: SearchSetting, state: str, value: float | None) -> Any:
         facts: dict[str, Any] = {"setting": name, "seeds": [trial.seed for trial in setting.trials]}
@@ -211,7 +214,7 @@ class Dashboard:
 
 def _text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= LONG else f"{text[: LONG - 3]}..."
+    return text if len(text) <= MAX_TEXT_LENGTH else f"{text[: MAX_TEXT_LENGTH - 3]}..."
 
 
 def _words(state: str, value: float | None) -> str:

@@ -67,8 +67,8 @@ class Resources:
         per_client = client.actors == "per-client"
         count = experiment.data.clients if per_client else int(client.actors)
         if not count:
-            held_out = experiment.evaluate.held_out
-            shards = data.prepare(experiment.data, experiment.seed, self.root, validation=held_out)
+            share = experiment.evaluate.held_out
+            shards = data.prepare(experiment.data, experiment.seed, self.root, validation=share)
             count = len(Shards.open(shards).sizes)
         actor = {"CPU": client.num_cpus, "GPU": client.num_gpus}
         return [{"CPU": self._cpus or 0.0}, *[actor] * count]
@@ -86,14 +86,14 @@ class Resources:
             raise ConfigError(*gpus, "a fraction of one GPU, or a whole number")
         nodes = self.nodes()
         if not fits(bundles, nodes):
-            needs = f"a trial takes {_words(process)} for its own process"
+            demand = f"a trial takes {_words(process)} for its own process"
             if actors:
-                needs += f", and {_words(actors[0])} for each of {len(actors)} client actors"
-            has = ", ".join([*map(_words, nodes[:4]), *["..."] * (len(nodes) > 4)])
-            one = gpus if client.num_gpus else cpus
-            blamed: tuple[str, Any] = ("client.actors", client.actors) if actors else one
-            expected = f"a trial that fits the cluster at all: {needs}; the nodes have {has}"
-            raise ConfigError(*blamed, expected)
+                demand += f", and {_words(actors[0])} for each of {len(actors)} client actors"
+            supply = ", ".join([*map(_words, nodes[:4]), *["..."] * (len(nodes) > 4)])
+            resource = gpus if client.num_gpus else cpus
+            error_field: tuple[str, Any] = ("client.actors", client.actors) if actors else resource
+            expected = f"a trial that fits the cluster at all: {demand}; the nodes have {supply}"
+            raise ConfigError(*error_field, expected)
 
 
 def _words(resources: dict[str, float]) -> str:
@@ -112,8 +112,8 @@ def fits(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]])
     actor = actors[0] if actors else {}
     num_cpus, num_gpus = actor.get("CPU", 0), actor.get("GPU", 0)
     for place, node in enumerate(nodes):
-        left = {name: node.get(name, 0) - process.get(name, 0) for name in ("CPU", "GPU")}
-        rest = [*nodes[:place], left, *nodes[place + 1 :]]
-        if min(left.values()) >= 0 and capacity(num_cpus, num_gpus, rest) >= len(actors):
+        remainder = {name: node.get(name, 0) - process.get(name, 0) for name in ("CPU", "GPU")}
+        free_nodes = [*nodes[:place], remainder, *nodes[place + 1 :]]
+        if min(remainder.values()) >= 0 and capacity(num_cpus, num_gpus, free_nodes) >= len(actors):
             return True
     return False

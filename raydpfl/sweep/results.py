@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import pyarrow as pa
 
 from raydpfl.experiment import Experiment
-from raydpfl.models.metric_columns import CLIENT, TEST, VALIDATION, named, number, set_of
+from raydpfl.models.metric_columns import CLIENT, TEST, VALIDATION, number, score_label, score_set
 from raydpfl.privacy import Composition, column
 from raydpfl.report.labels import counted, edge
 from raydpfl.sweep.search_runner import SearchResult
@@ -19,7 +19,7 @@ from raydpfl.sweep.spaces import Options
 from raydpfl.sweep.sweep import Sweep, text_of
 from raydpfl.sweep.trials import SearchSetting, Trial, best_of, trained
 
-_SHOWN = ("completed", "budget", "stopped", "failed")
+_STATUSES = ("completed", "budget", "stopped", "failed")
 # Fields that set how much privacy is spent: of these more is better without a search.
 _PRIVACY = ("noise.epsilon", "noise.delta", "noise.multiplier", "noise.std", "privacy.budget")
 # Columns of results.parquet from the trial's summary that follow the epsilons.
@@ -49,52 +49,54 @@ def gather(
     folder: Path,
     settings: Sequence[SearchSetting],
     sweep: Sweep,
-    over: bool,
+    is_over: bool,
     facts: dict[str, Any],
-    spent: Composition | None = None,
+    composition: Composition | None = None,
 ) -> SweepResult:
-    """The result so far, or, when the sweep is `over`, the result. `facts` go into the summary, and
-    what the search has `spent`. Of a private search the result has the best setting alone.
+    """The result so far, or, with `is_over`, the final one. The summary gets `facts`, and
+    `composition`, what the search has spent. Of a private search it has the best setting alone.
     """
     trials = [trial for setting in settings for trial in setting.trials]
-    failed = [trial for trial in trials if trial.status == "failed"]
+    failures = [trial for trial in trials if trial.status == "failed"]
     best = _best(settings, sweep)
     private = sweep.search.private
     problem = None
-    if over and failed and sweep.search.on_error == "fail":
-        problem = f"{len(failed):,} of {counted(len(trials), 'trial')} failed, and no best setting "
-        problem += "was chosen; go on with --resume, or choose among the others with "
-        problem += "sweep.on_error=choose"
-    elif over and best is None and not (private and private.runs == "poisson"):
+    if is_over and failures and sweep.search.on_error == "fail":
+        problem = f"{len(failures):,} of {counted(len(trials), 'trial')} failed, and no best"
+        problem += " setting was chosen; go on with --resume, or choose among the others with"
+        problem += " sweep.on_error=choose"
+    elif is_over and best is None and not (private and private.runs == "poisson"):
         problem = "no setting has a result"
     runs = count_runs(trials, folder)
     if private:
-        if over and runs.all > runs.own:
+        if is_over and runs.all > runs.own:
             problem = "trials/ has other runs too, which no epsilon covers; take another --out"
             best = None
-        best = best if over else None
+        best = best if is_over else None
         settings = [best] if best else []
         trials = [trial for setting in settings for trial in setting.trials]
-        failed = []  # as the number of trials, it is of more than the best
+        failures = []  # as the number of trials, it is of more than the best
         runs = Runs(len(trials), len(trials), len(trials))
     states = [trial.status for trial in trials]
     summary: dict[str, Any] = {
-        "status": "running" if not over else "failed" if problem else "completed",
+        "status": "running" if not is_over else "failed" if problem else "completed",
         "reason": problem,
         "settings": len(settings),
-        "trials": {state: states.count(state) for state in _SHOWN},
+        "trials": {state: states.count(state) for state in _STATUSES},
         "metric": sweep.search.metric,
         "better": "larger" if sweep.sign > 0 else "smaller",
         "trained": {"runs": runs.all, "private": runs.private},
-        "failed": [{"directory": f"trials/{t.folder.name}", "reason": t.failure()} for t in failed],
-        "choice": statement(settings, sweep, runs, best is not None or not over, spent),
+        "failed": [
+            {"directory": f"trials/{t.folder.name}", "reason": t.failure()} for t in failures
+        ],
+        "choice": statement(settings, sweep, runs, best is not None or not is_over, composition),
     }
-    if spent:
-        summary |= spent.to_dict(runs=False)
+    if composition:
+        summary |= composition.to_dict(runs=False)
     if best:
         seeds = [trial.seed for trial in best.trials]
-        summary["best"] = {"values": best.values, **_reached(best, settings, sweep), "seeds": seeds}
-        if over:
+        summary["best"] = {"values": best.values, **_entry(best, settings, sweep), "seeds": seeds}
+        if is_over:
             summary["best_for"] = best_for(settings, sweep)
     tables = _trials(settings, sweep), _settings(settings, sweep)
     if not private:  # how long it took says how many trials there were
@@ -104,8 +106,8 @@ def gather(
 
 def _best(settings: Sequence[SearchSetting], sweep: Sweep) -> SearchSetting | None:
     """See `SweepResult.best`; of the settings so far, while the sweep runs."""
-    failed = any(trial.status == "failed" for setting in settings for trial in setting.trials)
-    if failed and sweep.search.on_error == "fail":
+    has_failures = any(trial.status == "failed" for setting in settings for trial in setting.trials)
+    if has_failures and sweep.search.on_error == "fail":
         return None
     return best_of(settings, sweep.search.metric, sweep.sign)
 
@@ -116,21 +118,21 @@ def best_for(settings: Sequence[SearchSetting], sweep: Sweep) -> dict[str, list[
     best setting, in the order of the grid: `value`; the index of the setting in settings.parquet,
     its mean and spread, and the fields at an edge of their grids, without the field itself.
     """
-    several = [key for key in sweep.spaces if len({text_of(s.values[key]) for s in settings}) > 1]
+    keys = [key for key in sweep.spaces if len({text_of(s.values[key]) for s in settings}) > 1]
     table: dict[str, list[dict[str, Any]]] = {}
-    for key in several if len(several) > 1 else ():
+    for key in keys if len(keys) > 1 else ():
         space = sweep.spaces[key]
         for value in space.options if isinstance(space, Options) else ():
-            same = [s for s in settings if text_of(s.values[key]) == text_of(value)]
-            best = _best(same, sweep)
+            value_settings = [s for s in settings if text_of(s.values[key]) == text_of(value)]
+            best = _best(value_settings, sweep)
             if best:
-                row = {"value": value, **_reached(best, settings, sweep)}
+                row = {"value": value, **_entry(best, settings, sweep)}
                 row["edges"].pop(key, None)
                 table.setdefault(key, []).append(row)
     return table
 
 
-def _reached(
+def _entry(
     setting: SearchSetting, settings: Sequence[SearchSetting], sweep: Sweep
 ) -> dict[str, Any]:
     """A setting and its score, as the summary has it. `edges`: the fields whose values are the
@@ -139,10 +141,10 @@ def _reached(
     """
     metric = sweep.search.metric
     edges = {
-        key: which
+        key: edge_name
         for key, space in sweep.spaces.items()
         if isinstance(space, Options) and key not in _PRIVACY
-        if (which := edge(setting.values[key], space.options))
+        if (edge_name := edge(setting.values[key], space.options))
     }
     mean, spread = setting.mean(metric), setting.spread(metric)
     return {"setting": settings.index(setting), "mean": mean, "spread": spread, "edges": edges}
@@ -152,10 +154,10 @@ def epsilons(trial: Trial) -> dict[str, float]:
     """Epsilon by accountant, of the first guarantee that the run states by it; while it runs, of
     the rounds so far.
     """
-    spent: dict[str, float] = {}
+    values: dict[str, float] = {}
     for guarantee in (trial.summary or {}).get("guarantees", ()):
-        spent.setdefault(column(guarantee["accountant"]), float(guarantee["epsilon"]))
-    return spent or {k: value for k, value in trial.report.items() if k.startswith("epsilon_")}
+        values.setdefault(column(guarantee["accountant"]), float(guarantee["epsilon"]))
+    return values or {k: value for k, value in trial.report.items() if k.startswith("epsilon_")}
 
 
 class Runs(NamedTuple):
@@ -169,74 +171,74 @@ class Runs(NamedTuple):
 def count_runs(trials: Sequence[Trial], folder: Path) -> Runs:
     """Those of a directory with these trials."""
     runs = trained(folder / "trials")
-    own = [trial for trial in trials if trial.status != "failed" or trial.folder.name in runs]
-    for trial in own:
+    own_trials = [t for t in trials if t.status != "failed" or t.folder.name in runs]
+    for trial in own_trials:
         runs[trial.folder.name] = trial.experiment.private or runs.get(trial.folder.name, False)
-    return Runs(len(own), len(runs), sum(runs.values()))
+    return Runs(len(own_trials), len(runs), sum(runs.values()))
 
 
 def statement(
     settings: Sequence[SearchSetting],
     sweep: Sweep,
     runs: Runs,
-    chosen: bool = True,
-    spent: Composition | None = None,
+    has_best: bool = True,
+    composition: Composition | None = None,
 ) -> str:
-    """What the choice of the best is worth, in words; `chosen`: there is one; `spent` by all. The
-    `runs` are also those of former values, seeds and configs, stopped, or failed.
+    """What the choice of the best is worth, in words. `has_best`: whether there is one; `runs`: of
+    former values, seeds and configs too, stopped or failed; `composition`: of all of them.
     """
     metric = sweep.search.metric
     if sweep.search.private:
-        return _of_a_private_search(sweep, chosen, spent)
+        return _private_statement(sweep, has_best, composition)
     rows = {VALIDATION: "rows held out of their training", CLIENT: "each client's own rows"}
-    on = rows.get(set_of(metric), "one test set")
-    by = f"chosen by the {named(metric)} of {counted(runs.own, 'run')} on {on}"
-    if chosen:
-        text = f"The best of {counted(len(settings), 'setting')} was {by}, which flatters it."
+    score_rows = rows.get(score_set(metric), "one test set")
+    basis = f"chosen by the {score_label(metric)} of {counted(runs.own, 'run')} on {score_rows}"
+    if has_best:
+        text = f"The best of {counted(len(settings), 'setting')} was {basis}, which flatters it."
     else:
-        text = f"No setting was {by}."
-    if chosen and set_of(metric) != TEST:
+        text = f"No setting was {basis}."
+    if has_best and score_set(metric) != TEST:
         if any(experiment.evaluate.test for experiment in sweep.probes):
             text += " The runs were scored on the test set too, which had no part in the choice."
         else:
-            unseen = any(not setting.experiment.evaluate.test for setting in settings)
-            command = "raydpfl run best.yaml" + (" evaluate.test=true" if unseen else "")
-            once = f"{command} does, once (evaluate.validation=0 has it train on all rows)"
-            text += f" None of them looked at the test set: {once}."
+            is_untested = any(not setting.experiment.evaluate.test for setting in settings)
+            command = "raydpfl run best.yaml" + (" evaluate.test=true" if is_untested else "")
+            test_hint = f"{command} does, once (evaluate.validation=0 has it train on all rows)"
+            text += f" None of them looked at the test set: {test_hint}."
     if runs.all > runs.own:
         text += f" {counted(runs.all, 'run')} were trained in this directory, counting those of"
         text += " former values, seeds and configs."
-    text += choice_is_a_query(runs.private)
-    if spent:
-        text += f" {spent.words('all of them together')} It is larger than that of one run as all"
-        text += " are there to be seen; sweep.private releases the best alone."
-        text += leaves_out(metric, sweep.probes[0])
+    text += choice_warning(runs.private)
+    if composition:
+        text += f" {composition.words('all of them together')} It is larger than that of one run as"
+        text += " all are there to be seen; sweep.private releases the best alone."
+        text += exclusion_note(metric, sweep.probes[0])
     return text
 
 
-def leaves_out(metric: str, experiment: Experiment) -> str:
+def exclusion_note(metric: str, experiment: Experiment) -> str:
     """What no epsilon of a choice by this metric covers, as a further sentence; empty: nothing."""
-    noised = set_of(metric) == CLIENT and experiment.evaluate.histogram is not None
-    if set_of(metric) == TEST or noised:
+    is_noised = score_set(metric) == CLIENT and experiment.evaluate.histogram is not None
+    if score_set(metric) == TEST or is_noised:
         return ""
-    return f" It leaves out the {named(metric)}, exact answers about the clients' rows."
+    return f" It leaves out the {score_label(metric)}, exact answers about the clients' rows."
 
 
-def _of_a_private_search(sweep: Sweep, chosen: bool, spent: Composition | None) -> str:
+def _private_statement(sweep: Sweep, has_best: bool, composition: Composition | None) -> str:
     """As `statement`."""
     assert sweep.search.private
     runs = sweep.search.private.repetition()
     text = f"The best of {runs}, each with values drawn at random"
-    if not chosen:
+    if not has_best:
         text = f"{runs} gave none to release, each with values drawn at random"
-    text += f", by the {named(sweep.search.metric)}, for which the test set counts as public."
-    if spent:
-        text += f" {spent.words('the whole search')}"
+    text += f", by the {score_label(sweep.search.metric)}, for which the test set counts as public."
+    if composition:
+        text += f" {composition.words('the whole search')}"
     text += " That holds where the best run is all that is shown: trials/ has the others, and how "
     return f"{text[0].upper()}{text[1:]}many there were; keep it to yourself."
 
 
-def choice_is_a_query(private: int, note: str = "") -> str:
+def choice_warning(private: int, note: str = "") -> str:
     """What choosing among so many private runs means, as a further sentence; empty for none."""
     if not private:
         return ""
@@ -258,37 +260,38 @@ def score(setting: SearchSetting, metric: str) -> str:
 
 def _trials(settings: Sequence[SearchSetting], sweep: Sweep) -> pa.Table:
     scores = dict.fromkeys(name for experiment in sweep.probes for name in experiment.scores)
-    reached = {"rounds": pa.int64()} | dict.fromkeys(scores, pa.float64())
-    searched = _searched(sweep)
+    score_columns = {"rounds": pa.int64()} | dict.fromkeys(scores, pa.float64())
+    value_columns = _value_columns(sweep)
     rows = []
     for place, setting in enumerate(settings):
         for trial in setting.trials:
             facts = trial.summary or {}
-            row = _cells(setting, searched) | {"setting": place, "seed": trial.seed}
-            row |= {name: facts.get(name) for name in (*reached, *_FACTS)}
+            row = _cells(setting, value_columns) | {"setting": place, "seed": trial.seed}
+            row |= {name: facts.get(name) for name in (*score_columns, *_FACTS)}
             row |= epsilons(trial) if facts else {}
             row |= {"status": trial.status, "reason": trial.reason}
             rows.append(row | {"directory": f"trials/{trial.folder.name}"})
-    first = {"setting": pa.int64(), **searched, "seed": pa.uint64(), "status": pa.string()}
-    last = {"directory": pa.string(), "reason": pa.string()}
-    return table(rows, first | reached | _spent(rows, sweep) | _FACTS | last)
+    head = {"setting": pa.int64(), **value_columns, "seed": pa.uint64(), "status": pa.string()}
+    tail = {"directory": pa.string(), "reason": pa.string()}
+    return table(rows, head | score_columns | _epsilon_columns(rows, sweep) | _FACTS | tail)
 
 
 def _settings(settings: Sequence[SearchSetting], sweep: Sweep) -> pa.Table:
     metric = sweep.search.metric
-    searched = _searched(sweep)
+    value_columns = _value_columns(sweep)
     mean, spread = f"{metric}_mean", f"{metric}_spread"
     rows = []
     for place, setting in enumerate(settings):
-        row = _cells(setting, searched) | {"setting": place, "whole": setting.whole}
+        row = _cells(setting, value_columns) | {"setting": place, "whole": setting.whole}
         row |= {"trials": len(setting.trials)}
         row |= {mean: setting.mean(metric), spread: setting.spread(metric)}
         for trial in setting.trials:
             for name, value in epsilons(trial).items():
                 row[name] = max(value, row.get(name, value))
         rows.append(row)
-    columns = {"setting": pa.int64(), **searched, "trials": pa.int64(), "whole": pa.bool_()}
-    return table(rows, columns | dict.fromkeys((mean, spread), pa.float64()) | _spent(rows, sweep))
+    columns = {"setting": pa.int64(), **value_columns, "trials": pa.int64(), "whole": pa.bool_()}
+    columns |= dict.fromkeys((mean, spread), pa.float64())
+    return table(rows, columns | _epsilon_columns(rows, sweep))
 
 
 def table(
@@ -301,14 +304,14 @@ def table(
     return pa.Table.from_pylist([*map(dict, rows)], schema=schema)
 
 
-def _spent(rows: Sequence[dict[str, Any]], sweep: Sweep) -> dict[str, pa.DataType]:
+def _epsilon_columns(rows: Sequence[dict[str, Any]], sweep: Sweep) -> dict[str, pa.DataType]:
     """The columns of epsilons: of every accountant that the config asks for, then of others."""
-    asked = [column(name) for e in sweep.probes if e.private for name in e.accountants]
+    config_columns = [column(name) for e in sweep.probes if e.private for name in e.accountants]
     names = [name for row in rows for name in row if name.startswith("epsilon_")]
-    return dict.fromkeys([*asked, *names], pa.float64())
+    return dict.fromkeys([*config_columns, *names], pa.float64())
 
 
-def _searched(sweep: Sweep) -> dict[str, pa.DataType]:
+def _value_columns(sweep: Sweep) -> dict[str, pa.DataType]:
     """The columns of searched values; those of several types, and nested ones, are JSON texts."""
     columns = {}
     for key, space in sweep.spaces.items():

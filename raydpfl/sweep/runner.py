@@ -14,21 +14,21 @@ from ray.tune.schedulers import AsyncHyperBandScheduler, MedianStoppingRule, Tri
 from raydpfl import storage
 from raydpfl.core import signals
 from raydpfl.errors import ConfigError
-from raydpfl.models.metric_columns import set_of
+from raydpfl.models.metric_columns import score_set
 from raydpfl.privacy import Composition
 from raydpfl.report.labels import counted
 from raydpfl.simulation import user_code
 from raydpfl.simulation.resolution import resolve
 from raydpfl.storage.run_files import replace_file
-from raydpfl.sweep.optuna import Dashboard, guided, optuna
+from raydpfl.sweep.optuna import Dashboard, optuna, propose_settings
 from raydpfl.sweep.resources import Resources
 from raydpfl.sweep.results import SweepResult, gather, score
-from raydpfl.sweep.search_privacy import of_all, of_the_best
+from raydpfl.sweep.search_privacy import private_search_composition, search_composition
 from raydpfl.sweep.search_runner import SearchRunner, remove_file
 from raydpfl.sweep.sweep import Sweep
 from raydpfl.sweep.trials import SearchSetting, shown
 from raydpfl.sweep.tune import execute
-from raydpfl.tracking import installed
+from raydpfl.tracking import check_installed
 
 
 def run(
@@ -58,7 +58,7 @@ def run(
         RunError: it was cut off.
     """
     place = out if out is not None else storage.new("sweep")
-    with signals.handled(), storage.at(place) as folder:
+    with signals.handle_signals(), storage.at(place) as folder:
         runner = SweepRunner(sweep, folder, on_change)
         resources = Resources(data_root, address, sweep.search.cpus)
         (result,) = execute([runner], resources, resume)
@@ -69,38 +69,38 @@ class SweepRunner(SearchRunner):
     """One run of a sweep."""
 
     kind = "sweep"
-    all_or_none = True
+    fail_fast = True
 
     def __init__(self, sweep: Sweep, folder: Path, on_change: Callable[[SweepRunner], object]):
         super().__init__(sweep, folder, on_change)
         self.sweep = sweep
         self.metric = sweep.search.metric
-        self.concurrent = sweep.search.concurrent
+        self.max_concurrent = sweep.search.concurrent
         self.timeout = sweep.search.timeout
         self.pauses = sweep.search.scheduler != "none"
         self.settings: list[SearchSetting] = []
-        self._guided = guided(sweep, self._add)
+        self._proposal_iterator = propose_settings(sweep, self._add)
         self._root: Path | None = None
-        self._spent: Composition | None = None  # by the whole search
+        self._composition: Composition | None = None  # of the whole search
         self._dashboard: Dashboard | None = None
 
     def check(self, resources: Resources) -> None:
         sweep = self.sweep
         if sweep.search.search == "optuna":
             optuna()
-        first = sweep.probes[0]
+        first_probe = sweep.probes[0]
         for experiment in sweep.probes:
             resources.check(experiment)
-        installed(first.track)
+        check_installed(first_probe.track)
         for data in {probe.data.model_dump_json(): probe.data for probe in sweep.probes}.values():
             data.identity(resources.root)
-        resolve(first, resources.root)
+        resolve(first_probe, resources.root)
         self._root = resources.root
         if sweep.search.private:
-            self._spent = of_the_best(sweep, self._root)
-        task = first.data.task
+            self._composition = private_search_composition(sweep, self._root)
+        task = first_probe.data.task
         if self.metric.partition("_")[2] == "accuracy" and "accuracy" not in task.scores():
-            expected = f"{set_of(self.metric)}_loss; a {task.kind} has no accuracy"
+            expected = f"{score_set(self.metric)}_loss; a {task.kind} has no accuracy"
             raise ConfigError("sweep.metric", self.metric, expected)
         if sweep.search.storage is not None:
             place = storage.origin(self.folder) or str(self.folder)
@@ -109,8 +109,8 @@ class SweepRunner(SearchRunner):
     def advance(self) -> bool:
         """Adds all trials of a setting before the next."""
         if self.sweep.search.search == "optuna":
-            return next(self._guided, self) is not self
-        for values in [] if self.settings else self.sweep.listed():
+            return next(self._proposal_iterator, self) is not self
+        for values in [] if self.settings else self.sweep.setting_values():
             self._add(values)
         return False
 
@@ -122,32 +122,32 @@ class SweepRunner(SearchRunner):
         setting = sweep.setting(values)
         experiment = sweep.trial(setting.experiment)
         for seed in sweep.seeds(len(self.settings)):
-            seeded = experiment.model_copy(update={"seed": seed})
-            setting.trials.append(self.add(shown(values), seeded, sweep.spaces))
+            trial_experiment = experiment.model_copy(update={"seed": seed})
+            setting.trials.append(self.add(shown(values), trial_experiment, sweep.spaces))
         self.settings.append(setting)
         return setting
 
     def scheduler(self) -> TrialScheduler:
         search = self.sweep.search
-        compared: dict[str, Any] = {
+        options: dict[str, Any] = {
             "time_attr": "round",
             "metric": search.metric,
             "mode": "max" if self.sweep.sign > 0 else "min",
             "grace_period": search.grace,
         }
         if search.scheduler == "asha":
-            compared |= {"reduction_factor": search.reduction, "stop_last_trials": False}
+            options |= {"reduction_factor": search.reduction, "stop_last_trials": False}
             rounds = max(experiment.rounds for experiment in self.sweep.probes)
-            return AsyncHyperBandScheduler(**compared, max_t=rounds)
+            return AsyncHyperBandScheduler(**options, max_t=rounds)
         if search.scheduler == "median":
-            never: Any = math.inf  # is a trial paused; Ray Tune compares it with a float
-            return MedianStoppingRule(**compared, min_time_slice=never)
+            time_slice: Any = math.inf  # no trial is paused; Ray Tune compares it with a float
+            return MedianStoppingRule(**options, min_time_slice=time_slice)
         return super().scheduler()
 
-    def gather(self, over: bool, **facts: Any) -> SweepResult:
-        if over and self._spent is None:
-            self._spent = of_all(self.trials, self.folder, self.sweep, self._root)
-        return gather(self.folder, self.settings, self.sweep, over, facts, self._spent)
+    def gather(self, is_over: bool, **facts: Any) -> SweepResult:
+        if is_over and self._composition is None:
+            self._composition = search_composition(self.trials, self.folder, self.sweep, self._root)
+        return gather(self.folder, self.settings, self.sweep, is_over, facts, self._composition)
 
     def write(self, result: SweepResult) -> None:
         """The tables, summary.json, and best.yaml, if the sweep is over and has a best."""
@@ -156,14 +156,14 @@ class SweepRunner(SearchRunner):
         if best:
             seeds = counted(len(best.trials), "seed")
             private = self.sweep.search.private  # of which the run itself is the best
-            among = "" if private else f" of {result.summary['settings']} settings"
-            first = f"best{among}: {shown(best.values)}"
-            reached = f"{self.metric} {score(best, self.metric)} over {seeds}"
-            head = "".join(f"# {line}\n" for line in (first, reached, result.summary["choice"]))
+            scope = "" if private else f" of {result.summary['settings']} settings"
+            title = f"best{scope}: {shown(best.values)}"
+            score_line = f"{self.metric} {score(best, self.metric)} over {seeds}"
+            head = "".join(f"# {line}\n" for line in (title, score_line, result.summary["choice"]))
             text = head + (best.trials[0] if private else best).experiment.to_yaml()
             replace_file(path, lambda file: file.write(text.encode()))
         else:  # none may be left from before a resume
             remove_file(path)
         super().write(result)
         if self._dashboard:
-            self._dashboard.show(self.settings, over=result.summary["status"] != "running")
+            self._dashboard.show(self.settings, is_over=result.summary["status"] != "running")

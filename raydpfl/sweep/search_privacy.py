@@ -17,42 +17,42 @@ from raydpfl.sweep.sweep import Sweep
 from raydpfl.sweep.trials import Trial, shown, trained
 
 
-def of_the_best(sweep: Sweep, data_root: Path | None) -> Composition:
+def private_search_composition(sweep: Sweep, data_root: Path | None) -> Composition:
     """What a private search spends, before it begins: its trials are drawn among `Sweep.support`.
     Raises `ConfigError` for several relations or deltas, and for an interval that the noise of a
     trial depends on.
     """
     assert sweep.search.private
     values, trials = zip(*sweep.support(), strict=True)
-    names = [shown(at) or "every trial" for at in values]
-    runs = [StoredRun(*each) for each in zip(names, trials, strict=True)]
-    joint = best_of_trials(sweep.search.private.repetition(), runs, data_root)
+    names = [shown(point) or "every trial" for point in values]
+    runs = [StoredRun(*run_fields) for run_fields in zip(names, trials, strict=True)]
+    composition = best_of_trials(sweep.search.private.repetition(), runs, data_root)
     for key, space in sweep.spaces.items():
         if isinstance(space, Interval) and key in values[0]:
             releases: dict[Any, set[tuple[str, int]]] = {}
-            for at, run in zip(values, joint.runs, strict=True):
+            for point, run in zip(values, composition.runs, strict=True):
                 assert isinstance(run, RunRelease)
-                releases.setdefault(at[key], set()).add((run.mechanism.digest(), run.rounds))
+                releases.setdefault(point[key], set()).add((run.mechanism.digest(), run.rounds))
             if len({*map(frozenset, releases.values())}) > 1:
                 expected = "a grid with sweep.private, which accounts for the noise of each value"
                 raise ConfigError(key, [space.low, space.high], expected)
-    return joint
+    return composition
 
 
-def of_all(
+def search_composition(
     trials: Sequence[Trial], folder: Path, sweep: Sweep, data_root: Path | None
 ) -> Composition | None:
     """What all runs in the directory of a search have spent together; None: none was private."""
-    own = {trial.folder.name for trial in trials}
+    names = {trial.folder.name for trial in trials}
     runs = [(trial.folder, trial.experiment) for trial in trials]
-    others = [folder / "trials" / name for name in trained(folder / "trials") if name not in own]
+    folders = [folder / "trials" / name for name in trained(folder / "trials") if name not in names]
     try:
         # what was tried before the config was changed
-        runs += [(path, Experiment.from_dict(read(path / "config.yaml"))) for path in others]
+        runs += [(path, Experiment.from_dict(read(path / "config.yaml"))) for path in folders]
     except ConfigError as error:
         return Composition(notes=(f"a run in trials/ cannot be read ({error})",))
     # proposals depend on the results, and so does a change of the config
-    return together(runs, data_root, sweep.search.search == "optuna" or bool(others))
+    return together(runs, data_root, sweep.search.search == "optuna" or bool(folders))
 
 
 def together(
@@ -61,39 +61,39 @@ def together(
     """What runs spend together, those that have begun: (directory, experiment) of each. None: none
     of them was private.
     """
-    begun = [
+    started_runs = [
         StoredRun.of(path.name, experiment, path)
         for path, experiment in runs
         if experiment.private and (path / "ledger.jsonl").exists()
     ]
     # runs that differ in nothing that they release are one, as long as the longest
-    begun.sort(key=lambda run: run.experiment.rounds)
+    started_runs.sort(key=lambda run: run.experiment.rounds)
     # common noise is that of other releases too
-    longest = {
-        (run.key, run.name if run.experiment.noise.of_seed else ""): run
-        for run in begun
+    longest_runs = {
+        (run.key, run.name if run.experiment.noise.has_common_noise else ""): run
+        for run in started_runs
         if run.ledger
     }
-    if not longest:
+    if not longest_runs:
         return None
     try:
-        joint = compose_trials([*longest.values()], data_root, adaptive)
+        compositions = compose_trials([*longest_runs.values()], data_root, adaptive)
     except ConfigError as error:
         return Composition(notes=(error.expected,))
-    return _worst(joint)
+    return _worst_composition(compositions)
 
 
-def _worst(joint: Sequence[Composition]) -> Composition:
+def _worst_composition(compositions: Sequence[Composition]) -> Composition:
     """Of the clients of each seed that divides the rows in its own way, those that spend most."""
 
-    def spent(one: Composition) -> float:
-        return max(guarantee.epsilon for guarantee in one.guarantees)
+    def max_epsilon(composition: Composition) -> float:
+        return max(guarantee.epsilon for guarantee in composition.guarantees)
 
-    worst = max(joint, key=spent)
-    notes = worst.notes
-    if len(joint) > 1:
+    worst_case = max(compositions, key=max_epsilon)
+    notes = worst_case.notes
+    if len(compositions) > 1:
         notes += (
-            f"that is of the clients of one seed, as each of {len(joint)} divides the rows in its "
-            "own way (data.seed: the same)",
+            f"that is of the clients of one seed, as each of {len(compositions)} divides the rows "
+            "in its own way (data.seed: the same)",
         )
-    return replace(worst, notes=notes)
+    return replace(worst_case, notes=notes)

@@ -18,16 +18,16 @@ from raydpfl import storage
 from raydpfl.config.yaml import read
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.experiment import Experiment
-from raydpfl.runtime.runner import alone
+from raydpfl.runtime.runner import hold_folder
 from raydpfl.storage.files import LOCK, read_text, remove
 from raydpfl.storage.run_files import clear, make_folder, replace_file, write_json
 from raydpfl.sweep.resources import Resources
 from raydpfl.sweep.trials import Trial, check, name_of
 
-BUSY = 10.0  # seconds that processes of an earlier start may take to release the directory
+BUSY_TIMEOUT = 10.0  # seconds that processes of an earlier start may take to release the directory
 # what a kill leaves half written: Ray Tune's state, and files by the process that wrote them
 REMAINS = (".tune-*", ".*.yaml.*", ".*.parquet.*", ".*.json.*")
-Difference = tuple[str, Any, Any] | None  # (key, here, there)
+Difference = tuple[str, Any, Any] | None  # (key, new value, stored value)
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,17 @@ class SearchRunner(ABC):
 
     kind: str  # sweep or study
     metric: str  # what the scheduler compares
-    concurrent: int | None = None  # trials at once; None: as many as the cluster holds
+    max_concurrent: int | None = None  # trials at once; None: as many as the cluster holds
     timeout: float | None = None  # seconds of a trial; None: see `timeouts`
     pauses = False  # whether a trial waits after every evaluation until it may continue
     last = 1  # evaluations of which a trial's scores are the mean
-    all_or_none = False  # whether a trial that is refused ends all others
+    fail_fast = False  # whether a trial that is refused ends all others
 
-    def __init__(self, asked: Any, folder: Path, on_change: Callable[[Any], object]):
-        self.asked = asked
+    def __init__(self, specification: Any, folder: Path, on_change: Callable[[Any], object]):
+        self.asked = specification
         self.folder = folder.absolute()
         self.on_change = on_change
-        self.began = time.monotonic()
+        self.start_time = time.monotonic()
         self._trials: dict[str, Trial] = {}  # by the name of the directory
         self._ready: deque[Trial] = deque()  # not handed out yet
 
@@ -87,14 +87,14 @@ class SearchRunner(ABC):
         more later. Raises `ConfigError`, OSError, `FileError`.
         """
 
-    def add(self, label: str, experiment: Experiment, searched: Collection[str] = ()) -> Trial:
+    def add(self, label: str, experiment: Experiment, searched_keys: Collection[str] = ()) -> Trial:
         """The trial of this experiment, with what its directory holds: one, however often it is
-        asked for. `searched`: see `meaning`. Raises `ConfigError` if that holds another run.
+        asked for. `searched_keys`: see `meaning`. Raises `ConfigError` if that holds another run.
         """
-        name = name_of(experiment, searched)
+        name = name_of(experiment, searched_keys)
         if name not in self._trials:
-            trial = Trial(label, experiment, self.folder / "trials" / name, last=self.last)
-            check(trial.folder, experiment, searched, trial.named())
+            trial = Trial(label, experiment, self.folder / "trials" / name, window=self.last)
+            check(trial.folder, experiment, searched_keys, trial.display_name())
             trial.read()
             trial.before = trial.finished
             if not trial.before:  # it continues, or is tried again
@@ -107,18 +107,18 @@ class SearchRunner(ABC):
         """The trials to run, one after another; None as long as the next one depends on the results
         of others.
         """
-        more = self.advance()
-        over = not more and all(trial.finished for trial in self.trials)
+        has_more = self.advance()
+        is_over = not has_more and all(trial.finished for trial in self.trials)
         # as long as any trial runs, a scheduler needs the results of the finished ones too
-        skipping = over or not self.pauses
-        while more or self._ready:
-            while self._ready and self._ready[0].finished and skipping:
+        skips_finished = is_over or not self.pauses
+        while has_more or self._ready:
+            while self._ready and self._ready[0].finished and skips_finished:
                 self._ready.popleft()
             if self._ready:
                 yield self._ready.popleft()
-            elif more:
+            elif has_more:
                 yield None
-            more = more and self.advance()
+            has_more = has_more and self.advance()
 
     @abstractmethod
     def check(self, resources: Resources) -> None:
@@ -129,8 +129,8 @@ class SearchRunner(ABC):
         """Copies to the directory what a resumption needs next to the config."""
 
     @abstractmethod
-    def gather(self, over: bool, **facts: Any) -> Any:
-        """The result so far, or, when all is `over`, the result. `facts` go into the summary."""
+    def gather(self, is_over: bool, **facts: Any) -> Any:
+        """The result so far, or, with `is_over`, the final one. The summary gets `facts`."""
 
     def scheduler(self) -> TrialScheduler:
         """Ray Tune's, which may stop a trial before its last round."""
@@ -142,35 +142,35 @@ class SearchRunner(ABC):
         """
         folder = self.folder
         trials = folder / "trials"
-        with self._writable():
-            taken = not folder.is_dir() or any(file.name != LOCK for file in folder.iterdir())
-            if folder.exists() and taken and not (folder.is_dir() and resume):
+        with self._report_write_errors():
+            is_taken = not folder.is_dir() or any(file.name != LOCK for file in folder.iterdir())
+            if folder.exists() and is_taken and not (folder.is_dir() and resume):
                 expected = f"a new or empty directory, or --resume to go on with the {self.kind}"
                 raise ConfigError("--out", str(folder), f"{expected} in it")
             if (trials.exists() or trials.is_symlink()) and not trials.is_dir():
                 expected = "a directory whose trials/ is a directory; it is a file"
                 raise ConfigError("--out", str(folder), expected)
             if resume:
-                self._check_stored()
+                self._check_stored_config()
 
-    def _check_stored(self) -> None:
+    def _check_stored_config(self) -> None:
         name = self.config.name
         if not self.config.exists():
-            left = {*self._remains(), self.folder / LOCK}
-            if self.folder.exists() and {*self.folder.iterdir()} - left:
+            leftovers = {*self._remains(), self.folder / LOCK}
+            if self.folder.exists() and {*self.folder.iterdir()} - leftovers:
                 expected = f"the directory of a {self.kind}; it has no {name}"
                 raise ConfigError("--resume", str(self.folder), expected)
             return
         try:
-            difference = self.asked.differs(self.asked.stored(self.folder))
+            difference = self.asked.differs(self.asked.from_directory(self.folder))
         except ConfigError as error:
             if error.field == "--resume":
                 raise
             expected = f"the {name} of a {self.kind}; {error}"
             raise ConfigError("--resume", str(self.config), expected) from None
         if difference:
-            key, here, there = difference
-            raise ConfigError(key, here, f"{there!r}, as in the {self.kind} to be resumed")
+            key, value, stored_value = difference
+            raise ConfigError(key, value, f"{stored_value!r}, as in the {self.kind} to be resumed")
 
     @contextmanager
     def started(self) -> Iterator[None]:
@@ -178,18 +178,18 @@ class SearchRunner(ABC):
         another process holds it, or it cannot be written to.
         """
         make_folder(self.folder)
-        with alone(self.folder, BUSY):
-            with self._writable():
+        with hold_folder(self.folder, BUSY_TIMEOUT):
+            with self._report_write_errors():
                 self.tidy()
                 self.advance()
                 text = self.asked.to_yaml().encode()
                 replace_file(self.config, lambda file: file.write(text))
                 self.copy_inputs()
-                self.write(self.gather(over=False))  # in place of an earlier result
+                self.write(self.gather(is_over=False))  # in place of an earlier result
             yield
 
     @contextmanager
-    def _writable(self) -> Iterator[None]:
+    def _report_write_errors(self) -> Iterator[None]:
         try:
             yield
         except (OSError, FileError) as error:
@@ -199,7 +199,7 @@ class SearchRunner(ABC):
     def save(self) -> None:
         """Writes the result so far."""
         with suppress(OSError, FileError):  # if the last writing fails too, it says so
-            self.write(self.gather(over=False))
+            self.write(self.gather(is_over=False))
 
     def write(self, result: Any) -> None:
         """Writes the tables and summary.json. Raises OSError, `FileError`."""
@@ -210,13 +210,13 @@ class SearchRunner(ABC):
 
     def finish(self, processes: int) -> Any:
         """The result, written. A result that could not be written has a problem."""
-        seconds = time.monotonic() - self.began
-        result = self.gather(over=True, seconds=seconds, processes=processes)
+        seconds = time.monotonic() - self.start_time
+        result = self.gather(is_over=True, seconds=seconds, processes=processes)
         try:
             self.write(result)
         except (OSError, FileError) as error:
-            why = f"the results could not be written ({describe(error)}); go on with --resume"
-            result = result.failed(why)
+            problem = f"the results could not be written ({describe(error)}); go on with --resume"
+            result = result.failed(problem)
             with suppress(OSError):
                 for name in ("best.yaml", "summary.json"):  # of an earlier result
                     remove_file(self.folder / name)
@@ -239,19 +239,19 @@ def remove_file(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def stored(folder: Path, kind: str) -> Mapping[str, Any]:
+def read_config_tree(folder: Path, kind: str) -> Mapping[str, Any]:
     """The tree in the `KIND.yaml` of a directory. Raises `ConfigError` unless it is whole."""
     path = folder / f"{kind}.yaml"
     tree = read(path)
     if not isinstance(tree, Mapping):
-        why = f"it is a {type(tree).__name__}"
+        reason = f"it is a {type(tree).__name__}"
     elif not tree:
-        why = "it is empty"
+        reason = "it is empty"
     elif not read_text(path).endswith("\n...\n"):
-        why = "it is cut, as its last line is not '...'"
+        reason = "it is cut, as its last line is not '...'"
     else:
         return tree
-    raise ConfigError("--resume", str(path), f"the {path.name} of a {kind}; {why}")
+    raise ConfigError("--resume", str(path), f"the {path.name} of a {kind}; {reason}")
 
 
 def describe(error: OSError | FileError) -> str:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from raydpfl.config.overrides import is_space
 from raydpfl.errors import ConfigError
-from raydpfl.sections import whole
+from raydpfl.sections import normalize_integer
 
 T = TypeVar("T")
 _SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
@@ -79,8 +79,8 @@ def parse(field: str, value: Mapping[str, Any]) -> Space:
     ((kind, options),) = value.items()
     if isinstance(options, list):  # numbers may be text, of a config made in Python or by YAML 1.1
         options = [
-            float(one) if isinstance(one, str) and _SCIENTIFIC.fullmatch(one) else one
-            for one in options
+            float(option) if isinstance(option, str) and _SCIENTIFIC.fullmatch(option) else option
+            for option in options
         ]
     try:
         return _options(options) if kind in ("grid", "choice") else _range(kind, options)
@@ -101,7 +101,7 @@ def _range(kind: str, options: Any) -> Space:
     if len(ends) != 2 or not all(type(end) in (int, float) and math.isfinite(end) for end in ends):
         raise ValueError("two numbers [lowest, highest]")
     if kind == "powers_of_two":
-        low, high = map(whole, options)
+        low, high = map(normalize_integer, options)
         if not (type(low) is int and type(high) is int and -1000 < low <= high < 1000):
             raise ValueError("two whole exponents [lowest, highest]")
         powers = (2**k if k >= 0 else 2.0**k for k in range(low, high + 1))
@@ -125,13 +125,13 @@ def walk(
     """What `read` makes of each key and mapping in a tree of sections, whose own key is `path`, by
     dotted key, in the tree's order. Where that is None, it reads what is within the mapping.
     """
-    made: dict[str, T] = {}
+    entries: dict[str, T] = {}
     for name, value in tree.items():
         key = f"{path}{name}"
         if isinstance(value, Mapping):
-            one = read(key, value)
-            made |= walk(value, read, f"{key}.") if one is None else {key: one}
-    return made
+            entry = read(key, value)
+            entries |= walk(value, read, f"{key}.") if entry is None else {key: entry}
+    return entries
 
 
 def points(spaces: Mapping[str, Options]) -> Iterator[dict[str, Any]]:
@@ -153,6 +153,6 @@ def put(tree: Mapping[str, Any], values: Mapping[str, Any], path: str = "") -> d
     copies: dict[str, Any] = {}
     for key, value in tree.items():
         place = f"{path}{key}"
-        inner = put(value, values, f"{place}.") if isinstance(value, Mapping) else value
-        copies[key] = values.get(place, inner)
+        subtree = put(value, values, f"{place}.") if isinstance(value, Mapping) else value
+        copies[key] = values.get(place, subtree)
     return copies

@@ -4,7 +4,7 @@ and trials they make.
 >>> rate = {"loguniform": [1e-3, 1.0]}
 >>> search = {"search": "random", "samples": 2}
 >>> sweep = Sweep.from_dict({"local": {"kind": "sgd", "lr": rate}, "sweep": search})
->>> [round(values["local.lr"], 5) for values in sweep.listed()]
+>>> [round(values["local.lr"], 5) for values in sweep.setting_values()]
 [0.18837, 0.13904]
 >>> Sweep.from_dict({"local": {"kind": "sgd", "lr": {"grid": [0]}}})
 Traceback (most recent call last):
@@ -22,27 +22,27 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from raydpfl.config.overrides import at, flat
+from raydpfl.config.overrides import at, flatten
 from raydpfl.config.registry import Section
 from raydpfl.config.validation import validate
 from raydpfl.config.yaml import dump, read
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.errors import ConfigError, renamed
+from raydpfl.errors import ConfigError, rename_fields
 from raydpfl.experiment import Experiment, overridden
-from raydpfl.models.metric_columns import CLIENT, TEST, VALIDATION, set_of, sign
+from raydpfl.models.metric_columns import CLIENT, TEST, VALIDATION, score_set, sign
 from raydpfl.privacy import Repetition
 from raydpfl.privacy.repetition import Kind
 from raydpfl.simulation.composed_runs import ACCOUNTED
-from raydpfl.sweep.search_runner import Difference, stored
+from raydpfl.sweep.search_runner import Difference, read_config_tree
 from raydpfl.sweep.spaces import Options, Space, find, points, put
 from raydpfl.sweep.trials import FREE_KEYS, SearchSetting, identity, meaning, name_of, shown
 
 # What may differ between a sweep and its resumption: where it runs, and how far it goes.
 _EXTENT = ("samples", "repeats", "concurrent", "cpus", "timeout", "on_error", "storage")
-CHANGEABLE = FREE_KEYS | {f"sweep.{key}" for key in _EXTENT}
-MOST = 100_000  # trials, each of which has a directory and is looked at before the first begins
+CHANGEABLE_KEYS = FREE_KEYS | {f"sweep.{key}" for key in _EXTENT}
+MAX_TRIALS = 100_000  # each has a directory and is looked at before the first begins
 # Fields that mean something only with some values of another.
-_ONLY_WITH = {
+_DEPENDENCIES = {
     "samples": ("search", ("random", "optuna")),
     "ahead": ("search", ("optuna",)),
     "grace": ("scheduler", ("asha", "median")),
@@ -50,7 +50,7 @@ _ONLY_WITH = {
 }
 _SEEDS = 2  # the step of the streams of the seeds of a private search; of its number of trials, 1
 # What a private search fixes, and why.
-_FIXED = {
+_PRIVATE_VALUES = {
     "search": ("random", "its values are drawn independently of one another and of the results"),
     "samples": (None, "its number of trials is drawn"),
     "repeats": (1, "a trial is one run"),
@@ -69,7 +69,7 @@ class PrivateSearch(Section):
 
     def repetition(self) -> Repetition:
         """The distribution of the number of trials."""
-        with renamed(lambda name: f"sweep.private.{name}"):
+        with rename_fields(lambda name: f"sweep.private.{name}"):
             return Repetition(self.runs, self.mean, self.shape)
 
 
@@ -97,11 +97,11 @@ class Search(Section):
     # the number of trials is drawn at random, and the best alone released; None: all are shown
     private: PrivateSearch | None = None
 
-    def complete(self) -> dict[str, Any]:
+    def effective_fields(self) -> dict[str, Any]:
         """With all defaults, but for fields that mean nothing here."""
         values = self.model_dump(mode="json")
-        for name, (other, expected) in _ONLY_WITH.items():
-            if values[other] not in expected:
+        for name, (condition_key, expected) in _DEPENDENCIES.items():
+            if values[condition_key] not in expected:
                 del values[name]
         return values
 
@@ -123,13 +123,13 @@ class Sweep:
         `section.key=value`. Raises `ConfigError` for the first field that is wrong: every value of
         a grid, and both ends of an interval, are tried on.
         """
-        sweep = cls.untried(values, overrides)
+        sweep = cls.parse_unchecked(values, overrides)
         sweep.check_search()
         sweep.check_settings()
         return sweep
 
     @classmethod
-    def untried(
+    def parse_unchecked(
         cls,
         values: Mapping[str, Any],
         overrides: Iterable[str] = (),
@@ -139,15 +139,15 @@ class Sweep:
         tree = overridden(values, overrides)
         search = validate(Search, "sweep", tree.pop("sweep", {}))
         if search.private:
-            fixed = {"search": "random", "on_error": "choose"}
-            fixed = {k: v for k, v in fixed.items() if k not in search.model_fields_set}
-            search = search.model_copy(update=fixed)
-        for name in search.model_fields_set & _ONLY_WITH.keys():
-            other, expected = _ONLY_WITH[name]
+            defaults = {"search": "random", "on_error": "choose"}
+            defaults = {k: v for k, v in defaults.items() if k not in search.model_fields_set}
+            search = search.model_copy(update=defaults)
+        for name in search.model_fields_set & _DEPENDENCIES.keys():
+            condition_key, expected = _DEPENDENCIES[name]
             value = getattr(search, name)
-            if getattr(search, other) not in expected and value is not None:
-                only = f"nothing unless sweep.{other} is {' or '.join(expected)}"
-                raise ConfigError(f"sweep.{name}", value, only)
+            if getattr(search, condition_key) not in expected and value is not None:
+                condition = f"nothing unless sweep.{condition_key} is {' or '.join(expected)}"
+                raise ConfigError(f"sweep.{name}", value, condition)
         return cls(tree, search, find(tree), None if imports is None else tuple(imports))
 
     @classmethod
@@ -156,13 +156,13 @@ class Sweep:
         return cls.from_dict(read(path), overrides)
 
     @classmethod
-    def stored(cls, folder: Path, overrides: Iterable[str] = ()) -> Sweep:
+    def from_directory(cls, folder: Path, overrides: Iterable[str] = ()) -> Sweep:
         """The sweep of this directory. Raises `ConfigError` unless its sweep.yaml is whole."""
-        return cls.from_dict(stored(folder, "sweep"), overrides)
+        return cls.from_dict(read_config_tree(folder, "sweep"), overrides)
 
     def to_yaml(self) -> str:
         """The config with its spaces, of which `...`, its last line, marks the end."""
-        return dump({**self.tree, "sweep": self._given}) + "...\n"
+        return dump({**self.tree, "sweep": self._explicit_fields}) + "...\n"
 
     @property
     def size(self) -> int:
@@ -175,23 +175,23 @@ class Sweep:
     def sign(self) -> int:
         return sign(self.search.metric, self.probes[0].metrics)
 
-    def listed(self) -> Iterable[dict[str, Any]]:
+    def setting_values(self) -> Iterable[dict[str, Any]]:
         """The values of every setting, in order; not for Optuna, which decides as results come."""
         if self.search.search == "grid":
             yield from points(
                 {key: space for key, space in self.spaces.items() if isinstance(space, Options)}
             )
             return
-        seen: set[Any] = set()
+        known_names: set[Any] = set()
         for sample in range((1 if self.search.private else 100) * self.size):
             draws = stream(self.seed, Purpose.SWEEP, t=sample).random(len(self.spaces))
-            drawn = (space.at(u) for space, u in zip(self.spaces.values(), draws, strict=True))
-            values = dict(zip(self.spaces, drawn, strict=True))
+            point = (space.at(u) for space, u in zip(self.spaces.values(), draws, strict=True))
+            values = dict(zip(self.spaces, point, strict=True))
             name = sample if self.search.private else identity(values)
-            if name not in seen:
-                seen.add(name)
+            if name not in known_names:
+                known_names.add(name)
                 yield values
-            if len(seen) == self.size:
+            if len(known_names) == self.size:
                 return
 
     def setting(self, values: Mapping[str, Any]) -> SearchSetting:
@@ -206,33 +206,33 @@ class Sweep:
         have. Values that do not bear on these are left at their first; of an interval that does
         there are three.
         """
-        first = {key: space.probes[0] for key, space in self.spaces.items()}
-        bearing = {*ACCOUNTED, *self.trial(self.setting(first).experiment).accounted_with()}
+        base = {key: space.probes[0] for key, space in self.spaces.items()}
+        sections = {*ACCOUNTED, *self.trial(self.setting(base).experiment).accounted_with()}
         spaces = {key: Options(space.probes) for key, space in self.spaces.items()}
-        for values in points({k: spaces[k] for k in spaces if k.partition(".")[0] in bearing}):
-            yield values, self.trial(self.setting({**first, **values}).experiment)
+        for values in points({k: spaces[k] for k in spaces if k.partition(".")[0] in sections}):
+            yield values, self.trial(self.setting({**base, **values}).experiment)
 
     def seeds(self, place: int) -> list[int]:
         """The seeds of the trials of the setting at this place: of a private search one that no
         other has, so that cohorts and noise are independent.
         """
         if self.search.private:
-            drawn = stream(self.seed, Purpose.SWEEP, t=place, step=_SEEDS)
-            return [int(drawn.integers(1 << 63))]
+            generator = stream(self.seed, Purpose.SWEEP, t=place, step=_SEEDS)
+            return [int(generator.integers(1 << 63))]
         return [*range(self.seed, self.seed + self.search.repeats)]
 
     def trial(self, experiment: Experiment) -> Experiment:
-        """What a trial of this experiment runs: `inline`, and chosen by validation without a look
-        at the test set, unless the config asks for one.
+        """What a trial of this experiment runs, as `inline_clients` has it, and without a score of
+        the test set, unless the metric or the config asks for one.
         """
-        trial = inline(experiment)
+        trial = inline_clients(experiment)
         if self.search.private and trial.data.seed is None:
             data = trial.data.model_copy(update={"seed": trial.seed})  # the same clients for all
             trial = trial.model_copy(update={"data": data})
-        if set_of(self.search.metric) == TEST or "test" in self.tree.get("evaluate", {}):
+        if score_set(self.search.metric) == TEST or "test" in self.tree.get("evaluate", {}):
             return trial
-        blind = trial.evaluate.model_copy(update={"test": False})
-        return trial.model_copy(update={"evaluate": blind})
+        evaluate = trial.evaluate.model_copy(update={"test": False})
+        return trial.model_copy(update={"evaluate": evaluate})
 
     def differs(self, other: Sweep) -> Difference:
         """(field, here, there) of the first difference that makes it another sweep than `other`, by
@@ -240,20 +240,21 @@ class Sweep:
         field takes is no difference.
         """
         pair = (self, other)
-        odd = [{k: at(of.tree, k) for k in self.spaces.keys() ^ other.spaces.keys()} for of in pair]
+        keys = self.spaces.keys() ^ other.spaces.keys()
+        fields = [{k: at(sweep.tree, k) for k in keys} for sweep in pair]
         values = {key: space.probes[0] for key, space in self.spaces.items()}
         try:
-            means = [meaning(sweep.setting(values).experiment, self.spaces) for sweep in pair]
+            configs = [meaning(sweep.setting(values).experiment, self.spaces) for sweep in pair]
         except ConfigError:  # what this sweep's values make no experiment of is not this sweep
-            means = [flat(put(sweep.tree, values)) for sweep in pair]
-        searches = [flat({"sweep": sweep.search.model_dump()}) for sweep in pair]
-        here, there = (
+            configs = [flatten(put(sweep.tree, values)) for sweep in pair]
+        searches = [flatten({"sweep": sweep.search.model_dump()}) for sweep in pair]
+        own_leaves, other_leaves = (
             spaces | search | leaves | spaces
-            for spaces, search, leaves in zip(odd, searches, means, strict=True)
+            for spaces, search, leaves in zip(fields, searches, configs, strict=True)
         )
-        for key in dict.fromkeys([*here, *there]):
-            if here.get(key) != there.get(key) and key not in CHANGEABLE:
-                return key, here.get(key), there.get(key)
+        for key in dict.fromkeys([*own_leaves, *other_leaves]):
+            if own_leaves.get(key) != other_leaves.get(key) and key not in CHANGEABLE_KEYS:
+                return key, own_leaves.get(key), other_leaves.get(key)
         return None
 
     @property
@@ -265,24 +266,25 @@ class Sweep:
         together rule out.
         """
         search = self.search
-        least = min(experiment.rounds for experiment in self.probes)
-        if search.scheduler != "none" and search.grace > least:
-            raise ConfigError("sweep.grace", search.grace, f"at most the {least} rounds of a trial")
+        limit = min(experiment.rounds for experiment in self.probes)
+        if search.scheduler != "none" and search.grace > limit:
+            raise ConfigError("sweep.grace", search.grace, f"at most the {limit} rounds of a trial")
         if self.probes[0].seed + search.repeats > 1 << 64:
             raise ConfigError("sweep.repeats", search.repeats, "seeds below 2^64")
-        first: dict[str, dict[str, Any]] = {}
-        for values, experiment in zip(self.tried(), self.probes, strict=True):
+        known_values: dict[str, dict[str, Any]] = {}
+        for values, experiment in zip(self.probe_values(), self.probes, strict=True):
             if search.private:
                 self.check_releases(experiment)
             scores = [name for name in experiment.given if sign(name, experiment.metrics)]
             if search.metric not in scores:
-                why = _not_given(search.metric, experiment)
-                raise ConfigError("sweep.metric", search.metric, f"a score of every trial; {why}")
+                reason = _missing_score_reason(search.metric, experiment)
+                expected = f"a score of every trial; {reason}"
+                raise ConfigError("sweep.metric", search.metric, expected)
             # no two values may make one experiment, as 1 and 1.0 do
-            before = first.setdefault(name_of(experiment, self.spaces), values)
+            same_values = known_values.setdefault(name_of(experiment, self.spaces), values)
             for key, value in values.items():
-                if text_of(before[key]) != text_of(value):
-                    pair = f"{before[key]!r} and {value!r}"
+                if text_of(same_values[key]) != text_of(value):
+                    pair = f"{same_values[key]!r} and {value!r}"
                     expected = f"values that differ; {pair} make the same experiment"
                     raise ConfigError(key, at(self.tree, key), expected)
 
@@ -298,7 +300,7 @@ class Sweep:
             raise ConfigError("seed", self.tree["seed"], expected)
         if not self.spaces and search.repeats == 1 and not search.private:
             expected = "a search space in some field, or sweep.repeats above 1"
-            raise ConfigError("sweep", self._given, expected)
+            raise ConfigError("sweep", self._explicit_fields, expected)
         for key, space in self.spaces.items():
             if search.search == "grid" and not isinstance(space, Options):
                 expected = "a grid, choice or powers_of_two; an interval needs sweep.search"
@@ -306,21 +308,21 @@ class Sweep:
         if search.search != "grid" and search.samples is None and not search.private:
             expected = f"a number of settings to try, for sweep.search {search.search}"
             raise ConfigError("sweep.samples", None, expected)
-        most = math.prod(space.count for space in self.spaces.values())
-        if search.search == "random" and self.size > most and not search.private:
-            expected = f"at most the {most:.0f} settings that the spaces hold"
+        max_settings = math.prod(space.count for space in self.spaces.values())
+        if search.search == "random" and self.size > max_settings and not search.private:
+            expected = f"at most the {max_settings:.0f} settings that the spaces hold"
             raise ConfigError("sweep.samples", search.samples, expected)
-        if self.size * search.repeats > MOST:
-            expected = f"at most {MOST:,} trials, which are settings times repeats"
-            raise ConfigError("sweep", self._given, expected)
+        if self.size * search.repeats > MAX_TRIALS:
+            expected = f"at most {MAX_TRIALS:,} trials, which are settings times repeats"
+            raise ConfigError("sweep", self._explicit_fields, expected)
 
     def _check_private(self) -> None:
         assert self.search.private
         self.search.private.repetition()
-        for name, (value, why) in _FIXED.items():
-            if (given := getattr(self.search, name)) != value:
-                expected = f"{value or 'none'} with sweep.private: {why}"
-                raise ConfigError(f"sweep.{name}", given, expected)
+        for name, (value, reason) in _PRIVATE_VALUES.items():
+            if (actual_value := getattr(self.search, name)) != value:
+                expected = f"{value or 'none'} with sweep.private: {reason}"
+                raise ConfigError(f"sweep.{name}", actual_value, expected)
         for key in self.spaces:
             if key.partition(".")[0] == "data" or key.startswith("evaluate.validation"):
                 expected = "one value with sweep.private, whose trials have the same clients"
@@ -331,8 +333,8 @@ class Sweep:
         clients without noise, or that has no noise on sums.
         """
         metric = self.search.metric
-        noised = set_of(metric) == CLIENT and experiment.evaluate.histogram is not None
-        if set_of(metric) != TEST and not noised:
+        is_noised = score_set(metric) == CLIENT and experiment.evaluate.histogram is not None
+        if score_set(metric) != TEST and not is_noised:
             expected = "a score of the test set, or of evaluate.histogram, with sweep.private; "
             expected += "this one is an exact answer about rows of the clients, which no epsilon "
             expected += "covers"
@@ -341,30 +343,30 @@ class Sweep:
             stop = experiment.evaluate.stop.model_dump(mode="json")
             expected = "none with sweep.private: it ends runs by exact scores of the clients' rows"
             raise ConfigError("evaluate.stop", stop, expected)
-        others = [tracker.kind for tracker in experiment.track if tracker.elsewhere()]
-        if others:
+        external_kinds = [tracker.kind for tracker in experiment.track if tracker.is_external()]
+        if external_kinds:
             expected = "one that writes to a run's own directory, or none, with sweep.private: "
             expected += "others would show all trials"
-            raise ConfigError("track", others, expected)
+            raise ConfigError("track", external_kinds, expected)
         if experiment.noise.drawn_by() not in ("client", "server"):
             expected = "noise on what clients send, or on its sum, in every trial of sweep.private"
             raise ConfigError("noise.kind", experiment.noise.kind, expected)
 
     @property
-    def _given(self) -> dict[str, Any]:
+    def _explicit_fields(self) -> dict[str, Any]:
         return self.search.model_dump(exclude_unset=True)
 
-    def tried(self) -> Iterator[dict[str, Any]]:
+    def probe_values(self) -> Iterator[dict[str, Any]]:
         """Values that show whether every field takes its space: all that are listed beforehand, and
         the ends of every interval.
         """
         if self.search.search != "grid":
-            first = {key: space.probes[0] for key, space in self.spaces.items()}
-            yield first
+            first_values = {key: space.probes[0] for key, space in self.spaces.items()}
+            yield first_values
             for key, space in self.spaces.items():
-                yield from ({**first, key: value} for value in space.probes)
+                yield from ({**first_values, key: value} for value in space.probes)
         if self.search.search != "optuna":
-            yield from self.listed()
+            yield from self.setting_values()
 
     @cached_property
     def probes(self) -> list[Experiment]:
@@ -372,18 +374,18 @@ class Sweep:
         field that is not searched names the setting too.
         """
         probes = []
-        for values in self.tried():
+        for values in self.probe_values():
             try:
                 probes.append(self.trial(self.setting(values).experiment))
             except ConfigError as error:
                 if not values or error.field in values:
                     raise
-                where = f"{error.expected} (in the setting {shown(values)})"
-                raise ConfigError(error.field, error.value, where) from None
+                expected = f"{error.expected} (in the setting {shown(values)})"
+                raise ConfigError(error.field, error.value, expected) from None
         return probes
 
 
-def inline(experiment: Experiment) -> Experiment:
+def inline_clients(experiment: Experiment) -> Experiment:
     """As a trial: `client.actors` auto is 0, as a sweep spreads over the cluster by its trials."""
     if experiment.client.actors != "auto":
         return experiment
@@ -396,12 +398,12 @@ def text_of(value: Any) -> str:
     return identity({"value": value})
 
 
-def _not_given(score: str, experiment: Experiment) -> str:
+def _missing_score_reason(score: str, experiment: Experiment) -> str:
     evaluate = experiment.evaluate
-    if set_of(score) == VALIDATION and not evaluate.validation:
+    if score_set(score) == VALIDATION and not evaluate.validation:
         return "evaluate.validation holds out no rows: give it a share, as 0.1"
     if score not in experiment.scores:
         return f"the scores here are {', '.join(experiment.scores)}"
-    if set_of(score) == TEST and not evaluate.test:
+    if score_set(score) == TEST and not evaluate.test:
         return "evaluate.test is false"
     return "nobody can say whether more or less of this one is better"

@@ -2,10 +2,10 @@
 
 With `sweep.timeout` a trial may take so many seconds from its start. Without, the limit follows
 from the trials that have finished: a trial hangs if it has recorded no round for `MULTIPLE` times
-as long as the longest of them took from start to end, and for at least `LEAST` seconds. Where a
+as long as the longest of them took from start to end, and for at least `MIN_LIMIT` seconds. Where a
 round of it is more work than one of theirs (cohort, steps, batch), the limit grows in proportion;
-where none of theirs had its data, model and methods, it is at least `UNLIKE` seconds. Before any
-trial has finished, there is no limit.
+where none of theirs had its data, model and methods, it is at least `UNLIKE_LIMIT` seconds. Before
+any trial has finished, there is no limit.
 
 >>> from pathlib import Path
 >>> from raydpfl import Experiment
@@ -15,7 +15,7 @@ trial has finished, there is no limit.
 >>> trials[0].status = "completed"
 >>> timeouts.end(trials[0])  # after 20 s
 >>> timeouts.begin(trials[1])
->>> [*timeouts.overdue()], [reason for _, reason in timeouts.overdue()]
+>>> [*timeouts.overdue_trials()], [reason for _, reason in timeouts.overdue_trials()]
 ([], ['no round in 210 s, where the longest of the others took 20 s in all'])
 """
 
@@ -32,16 +32,16 @@ from raydpfl.experiment import Experiment
 from raydpfl.sweep.trials import Trial, meaning
 
 MULTIPLE = 10.0
-LEAST = 90.0  # seconds; more than a trial waits for its directory (see `tune`)
-UNLIKE = 300.0  # seconds
+MIN_LIMIT = 90.0  # seconds; more than a trial waits for its directory (see `tune`)
+UNLIKE_LIMIT = 300.0  # seconds
 NUMBERS = ("selection.cohort", "local.steps", "local.batch")  # a round's work goes by their product
 KINDS = tuple(f"{name}.kind" for name in ("selection", "local", "bounding", "noise", "server"))
-LIKE = ("data.", "model.", "client.", *KINDS)
+WORKLOAD_KEYS = ("data.", "model.", "client.", *KINDS)
 
 
 @dataclass
-class _Running:
-    began: float  # seconds of the clock
+class _TrialTiming:
+    start_time: float  # seconds of the clock
     moved: float  # when its directory was last seen to change
     times: tuple[int, ...]  # of change
 
@@ -52,53 +52,55 @@ class Timeouts:
     def __init__(self, timeout: float | None, clock: Callable[[], float] = time.monotonic):
         self._timeout = timeout
         self._clock = clock
-        self._running: dict[Trial, _Running] = {}
+        self._timings: dict[Trial, _TrialTiming] = {}
         # kind of work, work of a round, seconds
-        self._finished: list[tuple[frozenset[tuple[str, str]], float, float]] = []
+        self._finished_trials: list[tuple[frozenset[tuple[str, str]], float, float]] = []
 
     def add(self, experiment: Experiment, seconds: float) -> None:
         """A trial has finished after so many seconds."""
-        self._finished.append((like(experiment), work(experiment), seconds))
+        self._finished_trials.append((workload_kind(experiment), work(experiment), seconds))
 
     def begin(self, trial: Trial) -> None:
         """A trial has started to run, or has been restarted."""
-        now = self._clock()
-        held = self._running.get(trial)
-        self._running[trial] = _Running(held.began if held else now, now, _times(trial.folder))
+        clock_time = self._clock()
+        timing = self._timings.get(trial)
+        start_time = timing.start_time if timing else clock_time
+        self._timings[trial] = _TrialTiming(start_time, clock_time, _times(trial.folder))
 
     def end(self, trial: Trial) -> None:
         """A trial runs no more; others are measured by it if it has finished."""
-        now = self._clock()
-        held = self._running.pop(trial, None)
-        if held and trial.finished:
-            self.add(trial.experiment, now - held.began)
+        clock_time = self._clock()
+        timing = self._timings.pop(trial, None)
+        if timing and trial.finished:
+            self.add(trial.experiment, clock_time - timing.start_time)
 
-    def overdue(self) -> Iterator[tuple[Trial, str]]:
+    def overdue_trials(self) -> Iterator[tuple[Trial, str]]:
         """The trials that are beyond their limit, and why, in one line."""
-        now = self._clock()
-        for trial, held in [*self._running.items()]:
+        clock_time = self._clock()
+        for trial, timing in [*self._timings.items()]:
             times = _times(trial.folder)
-            if times != held.times:
-                held.times, held.moved = times, now
-            taken, silent = now - held.began, now - held.moved
+            if times != timing.times:
+                timing.times, timing.moved = times, clock_time
+            elapsed, idle_seconds = clock_time - timing.start_time, clock_time - timing.moved
             if self._timeout is not None:
-                if taken > self._timeout:
+                if elapsed > self._timeout:
                     limit = f"sweep.timeout is {self._timeout:g}"
-                    yield trial, f"not done after {taken:.0f} s, where {limit}"
-            elif self._finished and silent > self._limit(trial.experiment):
-                longest = max(seconds for *_, seconds in self._finished)
-                others = f"the longest of the others took {longest:.0f} s in all"
-                yield trial, f"no round in {silent:.0f} s, where {others}"
+                    yield trial, f"not done after {elapsed:.0f} s, where {limit}"
+            elif self._finished_trials and idle_seconds > self._limit(trial.experiment):
+                max_seconds = max(seconds for *_, seconds in self._finished_trials)
+                comparison = f"the longest of the others took {max_seconds:.0f} s in all"
+                yield trial, f"no round in {idle_seconds:.0f} s, where {comparison}"
 
     def _limit(self, experiment: Experiment) -> float:
         """Seconds for which this trial may record nothing."""
-        kind, size = like(experiment), work(experiment)
-        alike = [trial for trial in self._finished if trial[0] == kind]
+        kind, size = workload_kind(experiment), work(experiment)
+        similar_trials = [trial for trial in self._finished_trials if trial[0] == kind]
         # how many times the work of a round of theirs this one's is; the longest of the nearest
         ratio, seconds = min(
-            (max(1.0, size / other), -seconds) for _, other, seconds in alike or self._finished
+            (max(1.0, size / trial_size), -seconds)
+            for _, trial_size, seconds in similar_trials or self._finished_trials
         )
-        return max(LEAST if alike else UNLIKE, MULTIPLE * -seconds * ratio)
+        return max(MIN_LIMIT if similar_trials else UNLIKE_LIMIT, MULTIPLE * -seconds * ratio)
 
 
 def _times(folder: Path) -> tuple[int, ...]:
@@ -111,12 +113,12 @@ def _times(folder: Path) -> tuple[int, ...]:
     return tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in paths)
 
 
-def like(experiment: Experiment) -> frozenset[tuple[str, str]]:
-    """What trials have in common where one's time says much of another's: all that `LIKE` names,
-    and which of `NUMBERS` are numbers.
+def workload_kind(experiment: Experiment) -> frozenset[tuple[str, str]]:
+    """What trials have in common where one's time says much of another's: all that `WORKLOAD_KEYS`
+    names, and which of `NUMBERS` are numbers.
     """
     values = meaning(experiment)
-    kinds = {key: value for key, value in values.items() if key.startswith(LIKE)}
+    kinds = {key: value for key, value in values.items() if key.startswith(WORKLOAD_KEYS)}
     kinds |= {key: type(values.get(key)) for key in NUMBERS}
     return frozenset((key, str(value)) for key, value in kinds.items())
 

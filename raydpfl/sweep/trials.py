@@ -27,19 +27,19 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, ValidationError
 
 from raydpfl import storage
-from raydpfl.config.overrides import flat
+from raydpfl.config.overrides import flatten
 from raydpfl.config.yaml import read
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.models import metric_columns
-from raydpfl.simulation.plan import FREE, SHOWS
+from raydpfl.simulation.plan import DISPLAY_SECTIONS, FREE_SETTINGS
 from raydpfl.storage.files import read_text
 from raydpfl.sweep.spaces import put
 
-FINISHED = ("completed", "budget", "stopped")  # a trial that is not run again
-FREE_KEYS = frozenset(f"{section}.{key}" for section, keys in FREE.items() for key in keys)
+FINISHED_STATUSES = ("completed", "budget", "stopped")  # a trial that is not run again
+FREE_KEYS = frozenset(f"{section}.{key}" for section, keys in FREE_SETTINGS.items() for key in keys)
 # Keys that a run resolves before it writes its config, by the value that leaves them open.
-RESOLVED = {"client.chunk": "auto", "client.backend": "auto", "noise.coefficients": None}
+RESOLVED_KEYS = {"client.chunk": "auto", "client.backend": "auto", "noise.coefficients": None}
 # A directory that holds any of these has a run in it, or the remains of one.
 REMAINS = ("ledger.jsonl", "rounds.parquet", "checkpoints", "summary.json")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # the colours of Ray's messages
@@ -58,7 +58,7 @@ class Trial:
     summary: dict[str, Any] | None = None
     reason: str | None = None
     before: bool = False  # it had finished before the sweep or study was started or resumed
-    last: int = 1  # evaluations, at the end of the run, of which its scores are the mean
+    window: int = 1  # evaluations, at the end of the run, of which its scores are the mean
 
     @property
     def seed(self) -> int:
@@ -72,7 +72,7 @@ class Trial:
             storage.refetch(self.folder)
         summary = summary_of(self.folder)
         if summary:
-            self.summary = summary | last_scores(self.folder, self.last)
+            self.summary = summary | last_scores(self.folder, self.window)
             self.status = summary["status"]
             self.reason = summary.get("reason")
 
@@ -82,13 +82,13 @@ class Trial:
 
     @property
     def finished(self) -> bool:
-        return self.status in FINISHED
+        return self.status in FINISHED_STATUSES
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self.finished or self.status == "failed"
 
-    def named(self) -> str:
+    def display_name(self) -> str:
         return f"{self.label} seed={self.seed}".strip()
 
     def failure(self) -> str:
@@ -118,8 +118,8 @@ class SearchSetting:
     trials: list[Trial] = field(default_factory=list)
 
     @property
-    def done(self) -> bool:
-        return all(trial.done for trial in self.trials)
+    def is_done(self) -> bool:
+        return all(trial.is_done for trial in self.trials)
 
     @property
     def whole(self) -> bool:
@@ -128,9 +128,9 @@ class SearchSetting:
 
     def mean(self, metric: str) -> float | None:
         """Over the seeds that have reported; None if any failed or has no finite number."""
-        reported = [trial for trial in self.trials if trial.summary or trial.report or trial.done]
+        trials = [trial for trial in self.trials if trial.summary or trial.report or trial.is_done]
         values = self._values(metric)
-        return float(np.mean(values)) if 0 < len(values) == len(reported) else None
+        return float(np.mean(values)) if 0 < len(values) == len(trials) else None
 
     def spread(self, metric: str) -> float | None:
         """The sample standard deviation over the seeds; None below two."""
@@ -146,25 +146,25 @@ def best_of(settings: Iterable[SearchSetting], metric: str, sign: int) -> Search
     """The setting with the best mean, the first of equals: among those whose trials all ran to
     their end, or else among all that are done. `sign`: that which makes more of the metric better.
     """
-    done = [setting for setting in settings if setting.done]
-    scored = [(sign * mean, one) for one in done if (mean := one.mean(metric)) is not None]
-    scored = [(score, setting) for score, setting in scored if setting.whole] or scored
-    return max(scored, key=lambda pair: pair[0], default=(0.0, None))[1]
+    done_settings = [setting for setting in settings if setting.is_done]
+    pairs = [(sign * mean, s) for s in done_settings if (mean := s.mean(metric)) is not None]
+    pairs = [(score, setting) for score, setting in pairs if setting.whole] or pairs
+    return max(pairs, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
 def shown(values: Mapping[str, Any]) -> str:
     """Values in print, as overrides."""
-    return " ".join(f"{key}={short(value)}" for key, value in values.items())
+    return " ".join(f"{key}={short_text(value)}" for key, value in values.items())
 
 
-def short(value: Any) -> str:
+def short_text(value: Any) -> str:
     """A value in print, a section as a config has it.
 
-    >>> short({"kind": "clip", "bound": 0.5})
+    >>> short_text({"kind": "clip", "bound": 0.5})
     '{kind: clip, bound: 0.5}'
     """
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {short(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {short_text(part)}' for key, part in value.items())}}}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -176,8 +176,8 @@ def numbers(summary: Mapping[str, Any]) -> dict[str, float]:
     """
     values: dict[str, Any] = {}
     for name, value in summary.items():
-        inner = value if isinstance(value, Mapping) else {}
-        values |= {f"{name}.{key}": each for key, each in inner.items()} or {name: value}
+        submapping = value if isinstance(value, Mapping) else {}
+        values |= {f"{name}.{key}": part for key, part in submapping.items()} or {name: value}
     return {
         name: value
         for name, value in values.items()
@@ -204,27 +204,27 @@ class _Summary(BaseModel):
     reason: str | None = None
 
 
-def meaning(experiment: Experiment, searched: Collection[str] = ()) -> dict[str, Any]:
+def meaning(experiment: Experiment, searched_keys: Collection[str] = ()) -> dict[str, Any]:
     """All by which trials differ, by dotted key: the complete config without the keys that a
-    resumed run may change or that only show something, unless they are `searched`.
+    resumed run may change or that only show something, unless they are `searched_keys`.
     """
-    searching = tuple(f"{key}." for key in searched)
-    leaves = flat(experiment.to_dict())
-    for key in (*FREE_KEYS, *SHOWS):
-        if not f"{key}.".startswith(searching):
+    searched_prefixes = tuple(f"{key}." for key in searched_keys)
+    leaves = flatten(experiment.to_dict())
+    for key in (*FREE_KEYS, *DISPLAY_SECTIONS):
+        if not f"{key}.".startswith(searched_prefixes):
             leaves.pop(key, None)
     return leaves
 
 
-def resolved(experiment: Experiment, folder: Path) -> Experiment:
+def restore_resolved_keys(experiment: Experiment, folder: Path) -> Experiment:
     """The experiment with what the run in `folder` has resolved, where it leaves that open: so a
     trial that continues never resolves it differently, on another node or another day.
     """
-    stored = flat(read(folder / "config.yaml"))
+    values = flatten(read(folder / "config.yaml"))
     tree = experiment.to_dict()
-    asked = flat(tree)
-    left = [key for key, value in RESOLVED.items() if key in asked and asked[key] == value]
-    return Experiment.from_dict(put(tree, {key: stored[key] for key in left if key in stored}))
+    leaves = flatten(tree)
+    keys = [key for key, value in RESOLVED_KEYS.items() if key in leaves and leaves[key] == value]
+    return Experiment.from_dict(put(tree, {key: values[key] for key in keys if key in values}))
 
 
 def identity(values: Mapping[str, Any]) -> str:
@@ -233,50 +233,52 @@ def identity(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def name_of(experiment: Experiment, searched: Collection[str] = ()) -> str:
+def name_of(experiment: Experiment, searched_keys: Collection[str] = ()) -> str:
     """The name of the directory of a trial."""
-    return identity(meaning(experiment, searched))
+    return identity(meaning(experiment, searched_keys))
 
 
-def check(folder: Path, experiment: Experiment, searched: Collection[str], named: str) -> None:
+def check(
+    folder: Path, experiment: Experiment, searched_keys: Collection[str], trial_name: str
+) -> None:
     """Raises `ConfigError` unless the directory is this experiment's, or has no run in it yet.
-    `named`: the trial, in the message.
+    `trial_name`: the trial, in the message.
     """
-    whose = f"the directory of {named}"
+    owner = f"the directory of {trial_name}"
     path = folder / "config.yaml"
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
-        raise _refused(folder, f"{whose}; it is no directory")
+        raise _directory_error(folder, f"{owner}; it is no directory")
     if not os.path.lexists(path):
         remains = [name for name in REMAINS if (folder / name).exists()]
         if remains:
-            raise _refused(folder, f"{whose}; it has {remains[0]} but no config.yaml")
+            raise _directory_error(folder, f"{owner}; it has {remains[0]} but no config.yaml")
         return
-    whose = f"the config of {named}"
+    owner = f"the config of {trial_name}"
     try:
         tree = read(path)
         if not tree:
-            raise _refused(path, f"{whose}; it is empty")
-        there = meaning(Experiment.from_dict(tree), searched)
+            raise _directory_error(path, f"{owner}; it is empty")
+        stored_leaves = meaning(Experiment.from_dict(tree), searched_keys)
     except ConfigError as error:
         if error.field == "--resume":
             raise
-        why = f"expected {error.expected}" if error.field == "config" else str(error)
-        raise _refused(path, f"{whose}; {why}") from None
-    asked = meaning(experiment, searched)
-    for key in dict.fromkeys([*asked, *there]):
-        unresolved = key in RESOLVED and asked.get(key) == RESOLVED[key]
-        if asked.get(key) != there.get(key) and not unresolved:
-            differs = f"its {key} is {there.get(key)!r}, not {asked.get(key)!r}"
-            raise _refused(path, f"{whose}; {differs}")
+        reason = f"expected {error.expected}" if error.field == "config" else str(error)
+        raise _directory_error(path, f"{owner}; {reason}") from None
+    config_leaves = meaning(experiment, searched_keys)
+    for key in dict.fromkeys([*config_leaves, *stored_leaves]):
+        is_unresolved = key in RESOLVED_KEYS and config_leaves.get(key) == RESOLVED_KEYS[key]
+        if config_leaves.get(key) != stored_leaves.get(key) and not is_unresolved:
+            difference = f"its {key} is {stored_leaves.get(key)!r}, not {config_leaves.get(key)!r}"
+            raise _directory_error(path, f"{owner}; {difference}")
 
 
-def _refused(path: Path, expected: str) -> ConfigError:
+def _directory_error(path: Path, expected: str) -> ConfigError:
     place = path if path.parent.name == "trials" else path.parent
-    shown = path.relative_to(place.parent.parent)
+    relative_path = path.relative_to(place.parent.parent)
     hint = f"rename {place.name} within trials/, where it still counts, to train the trial again"
-    return ConfigError("--resume", str(shown), f"{expected} ({hint})")
+    return ConfigError("--resume", str(relative_path), f"{expected} ({hint})")
 
 
 def summary_of(folder: Path) -> dict[str, Any] | None:
@@ -289,15 +291,15 @@ def summary_of(folder: Path) -> dict[str, Any] | None:
     try:
         summary = json.loads(read_text(path))
         _Summary.model_validate(summary)
-        why = _contradiction(folder, summary)
+        problem = _contradiction(folder, summary)
     except ValidationError:  # a ValueError too, of several lines
-        why = "it is not the summary of a run"
+        problem = "it is not the summary of a run"
     except (OSError, ValueError, RecursionError) as error:
-        why = str(error)
-    if not why:
+        problem = str(error)
+    if not problem:
         return summary
-    continues = "the trial continues from its checkpoint"
-    log.warning("%s/%s is set aside (%s): %s", folder.name, path.name, why, continues)
+    consequence = "the trial continues from its checkpoint"
+    log.warning("%s/%s is set aside (%s): %s", folder.name, path.name, problem, consequence)
     return None
 
 
@@ -312,7 +314,7 @@ def _contradiction(folder: Path, summary: Mapping[str, Any]) -> str | None:
         return f"it has {summary['rounds']} rounds and rounds.parquet {table.num_rows}"
     scores = [name for name in table.column_names if metric_columns.is_score(name)]
     rows = table.select(["round", *scores]).to_pylist()
-    for name, value in metric_columns.last(rows, scores).items():
+    for name, value in metric_columns.last_scores(rows, scores).items():
         if value is not None and summary.get(name) != value:
             return f"its {name} is {summary.get(name)} and that of rounds.parquet {value}"
     return None
@@ -332,7 +334,7 @@ def last_scores(folder: Path, count: int) -> dict[str, float]:
     """
     table = rounds_of(folder) if count > 1 else None
     rows = [] if table is None else table.to_pylist()
-    rows = [row for row in rows if metric_columns.evaluated(row)][-count:]
+    rows = [row for row in rows if metric_columns.is_evaluated(row)][-count:]
     names = metric_columns.of(rows[-1]) if rows else ()
     scores = {name: [row.get(name) for row in rows] for name in names}
     return {name: float(np.mean(values)) for name, values in scores.items() if None not in values}
@@ -362,14 +364,14 @@ def trained(trials: Path) -> dict[str, bool]:
         elif folder.is_dir() and _has_rounds(folder):
             path = folder / "config.yaml"
             try:
-                runs[folder.name] = _private(path, path.stat().st_mtime_ns)
+                runs[folder.name] = _is_private(path, path.stat().st_mtime_ns)
             except (OSError, ConfigError):
                 runs[folder.name] = True
     return runs
 
 
 @functools.cache  # a sweep asks every few seconds, of all of its trials
-def _private(config: Path, changed: int) -> bool:
+def _is_private(config: Path, mtime: int) -> bool:
     return Experiment.from_dict(read(config), imports=()).private
 
 

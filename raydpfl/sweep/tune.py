@@ -39,14 +39,14 @@ from raydpfl.storage.tables import read_log
 from raydpfl.sweep.resources import Resources, fits
 from raydpfl.sweep.search_runner import SearchRunner, describe
 from raydpfl.sweep.timeouts import Timeouts
-from raydpfl.sweep.trials import FINISHED, Trial, resolved
+from raydpfl.sweep.trials import FINISHED_STATUSES, Trial, restore_resolved_keys
 
 RETRIES = 2  # of a trial whose process died; it continues from its checkpoint
 LOOK = 0.5  # seconds between two looks at the trials and the cluster
 SAVE = 5.0  # seconds between two writings of the results so far, at least
 SAVE_SHARE = 0.05  # of the time that passes, which these writings may take
 # seconds that a cluster may be too small for every waiting trial, before all is given up
-LOST = 60.0
+MAX_MISFIT_SECONDS = 60.0
 SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # a run keeps its own tables and TensorBoard events
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
@@ -57,8 +57,8 @@ SETTINGS = {
     "RAY_AIR_NEW_OUTPUT": "0",
 }
 
-ENDING = 300.0  # seconds that a trial may take to end its round after it was asked to stop
-SEES = "must see what RAYDPFL_CACHE and PYTHONPATH name where it was started from"
+END_TIMEOUT = 300.0  # seconds that a trial may take to end its round after it was asked to stop
+VISIBILITY_HINT = "must see what RAYDPFL_CACHE and PYTHONPATH name where it was started from"
 PATIENCE = 60.0  # seconds that the processes of a killed sweep may take to release a directory
 
 
@@ -80,26 +80,26 @@ def execute(runners: Sequence[SearchRunner], resources: Resources, resume: bool)
             runner.check(resources)
         for runner in runners:
             stack.enter_context(runner.started())
-        processes = _run_all(runners, resources)
+        processes = _run_trials(runners, resources)
         return [runner.finish(processes) for runner in runners]
 
 
-def _run_all(runners: Sequence[SearchRunner], resources: Resources) -> int:
+def _run_trials(runners: Sequence[SearchRunner], resources: Resources) -> int:
     """Runs all trials until each has finished or failed; how many processes ran them."""
     proposals = Proposals(runners, resources)
     watch = Watch(runners, proposals.running, resources)
-    cut_off = None
-    if proposals.waiting():
+    problem = None
+    if proposals.has_trials():
         resources.start()
-        cut_off = _tune(runners[0], proposals, watch)
+        problem = _tune(runners[0], proposals, watch)
     for runner in runners:
         for trial in runner.trials:
             if trial.status == "failed":
                 storage.refetch(trial.folder)
             else:
                 trial.read(fetch=True)
-            if not trial.done:  # its node died while it was being stopped, or all was cut off
-                trial.fail(cut_off or "its process ended before it did; it continues with --resume")
+            if not trial.is_done:  # its node died while it was being stopped, or all was cut off
+                trial.fail(problem or "its process ended before it did; it continues with --resume")
         runner.on_change(runner)
     return len(watch.processes)
 
@@ -108,16 +108,16 @@ def take_turns(runners: Sequence[SearchRunner]) -> Iterator[Trial | None]:
     """The trials of all runners: the next of the first that need not wait, None if all wait."""
     proposals = [runner.proposals() for runner in runners]
     while proposals:
-        ready: Trial | None = None
+        trial: Trial | None = None
         for source in [*proposals]:
             try:
-                ready = next(source)
+                trial = next(source)
             except StopIteration:
                 proposals.remove(source)
-            if ready:
+            if trial:
                 break
         if proposals:
-            yield ready
+            yield trial
 
 
 class Proposals(Searcher):
@@ -130,11 +130,11 @@ class Proposals(Searcher):
         self._resources = resources
         self.running: dict[str, Trial] = {}  # by the id of Ray Tune's trial
 
-    def waiting(self) -> bool:
+    def has_trials(self) -> bool:
         """Whether there is, or may come, a trial to run."""
-        first = list(itertools.islice(self._trials, 1))
-        self._trials = itertools.chain(first, self._trials)
-        return bool(first)
+        head = list(itertools.islice(self._trials, 1))
+        self._trials = itertools.chain(head, self._trials)
+        return bool(head)
 
     def suggest(self, trial_id: str) -> Any:  # Ray Tune takes `FINISHED`, a text, for the end
         try:
@@ -163,106 +163,106 @@ class Watch(tune.Callback):
     """
 
     def __init__(
-        self, runners: Sequence[SearchRunner], running: dict[str, Trial], resources: Resources
+        self, runners: Sequence[SearchRunner], trials: dict[str, Trial], resources: Resources
     ):
         self._runners = runners
-        self._trials = running
+        self._trials = trials
         self._resources = resources
         self._timeouts = Timeouts(runners[0].timeout)
         for trial in [trial for runner in runners for trial in runner.trials]:
             if trial.before and trial.summary:
                 self._timeouts.add(trial.experiment, trial.summary["seconds"])
-        self._changed = False
-        self._looked = self._fitted = time.monotonic()
-        self._next_save = self._looked + SAVE
-        self._tunes: dict[Trial, Any] = {}  # Ray Tune's own trial
-        self._killed: dict[Trial, str] = {}  # why
+        self._has_changes = False
+        self._look_time = self._fit_time = time.monotonic()
+        self._next_save_time = self._look_time + SAVE
+        self._tune_trials: dict[Trial, Any] = {}  # Ray Tune's own trial
+        self._kill_reasons: dict[Trial, str] = {}  # why
         self.processes: set[tuple[str, int]] = set()
 
     def on_trial_start(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        ours = self._trials[trial.trial_id]
-        if not ours.finished:
-            ours.status = "running"
-            self._tunes[ours] = trial
-            self._timeouts.begin(ours)
-        self._changed = True
+        search_trial = self._trials[trial.trial_id]
+        if not search_trial.finished:
+            search_trial.status = "running"
+            self._tune_trials[search_trial] = trial
+            self._timeouts.begin(search_trial)
+        self._has_changes = True
 
     def on_trial_result(
         self, iteration: int, trials: list, trial: Any, result: dict, **info: Any
     ) -> None:
-        ours = self._trials[trial.trial_id]
-        self._changed = True
+        search_trial = self._trials[trial.trial_id]
+        self._has_changes = True
         if "refused" in result:
             error = ConfigError(*result["refused"])
-            self._end(ours, str(error))
-            if self._runners[0].all_or_none:
+            self._end(search_trial, str(error))
+            if self._runners[0].fail_fast:
                 raise StopTune(error)
             return
         self.processes.add((result["hostname"], result["pid"]))
-        ours.report = {
+        search_trial.report = {
             name: value
             for name, value in result.items()
             if name == "round" or metric_columns.is_score(name) or name.startswith("epsilon_")
         }
         if result.get("over"):
-            ours.read(fetch=True)
-            self._end(ours, result.get("failed"))
+            search_trial.read(fetch=True)
+            self._end(search_trial, result.get("failed"))
 
-    def _end(self, ours: Trial, failed: str | None = None) -> None:
-        if failed is not None:
-            ours.fail(failed)
-        self._timeouts.end(ours)
+    def _end(self, search_trial: Trial, failure: str | None = None) -> None:
+        if failure is not None:
+            search_trial.fail(failure)
+        self._timeouts.end(search_trial)
 
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        ours = self._trials[trial.trial_id]
-        if ours.status == "running":
-            ours.status = "stopped"
-        self._end(ours)
+        search_trial = self._trials[trial.trial_id]
+        if search_trial.status == "running":
+            search_trial.status = "stopped"
+        self._end(search_trial)
 
     def on_trial_error(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        ours = self._trials[trial.trial_id]
-        died = f"its process died {RETRIES + 1} times; Ray's logs say why"
-        self._end(ours, self._killed.get(ours, died))
-        self._changed = True
+        search_trial = self._trials[trial.trial_id]
+        reason = f"its process died {RETRIES + 1} times; Ray's logs say why"
+        self._end(search_trial, self._kill_reasons.get(search_trial, reason))
+        self._has_changes = True
 
     def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
-        now = time.monotonic()
+        clock_time = time.monotonic()
         try:
             self._resources.watch()
-            if now - self._looked < LOOK:
+            if clock_time - self._look_time < LOOK:
                 return
-            self._looked = now
-            self._check_cluster(trials, now)
+            self._look_time = clock_time
+            self._check_cluster(trials, clock_time)
         except RunError as error:
             raise StopTune(error) from None
-        for ours, reason in self._timeouts.overdue():
-            theirs = self._tunes[ours]
-            actor = theirs.temporary_state.ray_actor
+        for search_trial, reason in self._timeouts.overdue_trials():
+            tune_trial = self._tune_trials[search_trial]
+            actor = tune_trial.temporary_state.ray_actor
             if actor is not None:
-                self._killed[ours] = reason
-                theirs.max_failures = 0  # it would hang again
+                self._kill_reasons[search_trial] = reason
+                tune_trial.max_failures = 0  # it would hang again
                 ray.kill(actor)
-        if self._changed:
-            self._changed = False
+        if self._has_changes:
+            self._has_changes = False
             for runner in self._runners:
                 runner.on_change(runner)
-            if now >= self._next_save:
+            if clock_time >= self._next_save_time:
                 for runner in self._runners:
                     runner.save()
-                took = time.monotonic() - now
-                self._next_save = now + max(SAVE, took / SAVE_SHARE)
+                seconds = time.monotonic() - clock_time
+                self._next_save_time = clock_time + max(SAVE, seconds / SAVE_SHARE)
 
-    def _check_cluster(self, trials: list, now: float) -> None:
-        """Raises `RunError` where the cluster was too small for any trial for `LOST` seconds."""
+    def _check_cluster(self, trials: list, clock_time: float) -> None:
+        """Raises `RunError` where no trial has fitted the cluster for `MAX_MISFIT_SECONDS`."""
         nodes = self._resources.nodes()
-        alive = [trial for trial in trials if trial.status in ("RUNNING", "PENDING")]
-        if not alive or any(
-            trial.status == "RUNNING" or fits(trial.config["bundles"], nodes) for trial in alive
+        trials = [trial for trial in trials if trial.status in ("RUNNING", "PENDING")]
+        if not trials or any(
+            trial.status == "RUNNING" or fits(trial.config["bundles"], nodes) for trial in trials
         ):
-            self._fitted = now
-        elif now - self._fitted > LOST:
-            lost = "the cluster has lost nodes and could not hold any of the trials that are left"
-            raise RunError(f"{lost}; go on with --resume")
+            self._fit_time = clock_time
+        elif clock_time - self._fit_time > MAX_MISFIT_SECONDS:
+            reason = "the cluster has lost nodes and could not hold any of the trials that are left"
+            raise RunError(f"{reason}; go on with --resume")
 
 
 def _tune(runner: SearchRunner, proposals: Proposals, watch: Watch) -> str | None:
@@ -270,8 +270,8 @@ def _tune(runner: SearchRunner, proposals: Proposals, watch: Watch) -> str | Non
     is of no use afterwards and is removed.
     """
     # enough trials wait for a place that the next one is there when one is free
-    pending = min(max(2, int(ray.cluster_resources().get("CPU", 1)) + 1), 200)
-    os.environ.update(SETTINGS, TUNE_MAX_PENDING_TRIALS_PG=str(pending))
+    max_pending = min(max(2, int(ray.cluster_resources().get("CPU", 1)) + 1), 200)
+    os.environ.update(SETTINGS, TUNE_MAX_PENDING_TRIALS_PG=str(max_pending))
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     try:
         with tempfile.TemporaryDirectory(
@@ -283,7 +283,7 @@ def _tune(runner: SearchRunner, proposals: Proposals, watch: Watch) -> str | Non
                 search_alg=proposals,
                 num_samples=-1,
                 scheduler=runner.scheduler(),
-                max_concurrent_trials=runner.concurrent,
+                max_concurrent_trials=runner.max_concurrent,
                 reuse_actors=True,
                 max_failures=RETRIES,
                 raise_on_failed_trial=False,
@@ -294,8 +294,8 @@ def _tune(runner: SearchRunner, proposals: Proposals, watch: Watch) -> str | Non
         return None
     except StopTune as stop:
         (error,) = stop.args
-    except (OSError, FileError) as full:  # the disk is full
-        return f"{describe(full)}; it continues with --resume"
+    except (OSError, FileError) as disk_error:  # the disk is full
+        return f"{describe(disk_error)}; it continues with --resume"
     gc.collect()  # what Ray Tune held of the cluster goes with its objects
     raise error
 
@@ -340,7 +340,7 @@ class TrialActor(tune.Trainable):
         self._work = config
         self._reports: queue.Queue[dict[str, Any]] = queue.Queue()
         self._permits: queue.Queue[None] = queue.Queue()
-        self._asked = self._stopping = False
+        self._has_stepped = self._is_stopping = False
         self._report: dict[str, Any] = {"round": 0, config["metric"]: math.nan}
         self._thread: threading.Thread | None = None
 
@@ -354,18 +354,18 @@ class TrialActor(tune.Trainable):
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
-        if self._asked:
+        if self._has_stepped:
             self._permits.put(None)
-        self._asked = True
+        self._has_stepped = True
         return self._reports.get()
 
     def cleanup(self) -> None:
         """Ends a run that still continues: one that the scheduler has stopped."""
         if self._thread is None:
             return
-        self._stopping = True
+        self._is_stopping = True
         self._permits.put(None)
-        self._thread.join(ENDING)
+        self._thread.join(END_TIMEOUT)
         if self._thread.is_alive():  # it hangs: the next trial gets another process
             os._exit(1)
 
@@ -374,11 +374,11 @@ class TrialActor(tune.Trainable):
         try:
             self._check_node()
             with storage.at(self._work["folder"], PATIENCE) as folder:
-                self._run_in(folder)
+                self._run_in_folder(folder)
         except ConfigError as error:
             expected = error.expected
-            if self._away() and "on node" not in expected:
-                expected += f" (on node {place()}, which {SEES})"
+            if self._is_remote() and "on node" not in expected:
+                expected += f" (on node {place()}, which {VISIBILITY_HINT})"
             end["refused"] = [error.field, error.value, expected]
         except RunError as error:
             end["failed"] = str(error)
@@ -386,7 +386,7 @@ class TrialActor(tune.Trainable):
             end["failed"] = traceback_text(error)
         self._reports.put({**self._report, **end})
 
-    def _away(self) -> bool:
+    def _is_remote(self) -> bool:
         """Whether the driver is on another node."""
         node = self._work["driver"]["node"]
         return ray.is_initialized() and ray.get_runtime_context().get_node_id() != node
@@ -396,43 +396,43 @@ class TrialActor(tune.Trainable):
         does not have it, unless the sweep is at an address: then no node needs to have it.
         """
         home, mark = self._work["driver"]["home"], self._work["mark"]
-        every = "a directory that all nodes of the cluster see; on node"
+        requirement = "a directory that all nodes of the cluster see; on node"
         try:
             os.chdir(home)
         except OSError as error:
             if mark:
-                expected = f"{every} {place()}: {error.strerror}"
+                expected = f"{requirement} {place()}: {error.strerror}"
                 raise ConfigError("working directory", home, expected) from None
         search(self._work["driver"]["path"])
         if mark and not os.path.exists(mark):
-            expected = f"{every} {place()} it is not what it is where it was started from"
+            expected = f"{requirement} {place()} it is not what it is where it was started from"
             raise ConfigError("--out", os.path.dirname(mark), expected)
 
-    def _run_in(self, folder: Path) -> None:
+    def _run_in_folder(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        with runs.alone(folder, PATIENCE):
-            started = (folder / "config.yaml").exists()
-        recorded = read_log(folder, "rounds")
-        self._rows([] if recorded is None else recorded.to_pylist())
-        if self._work["status"] not in FINISHED:
+        with runs.hold_folder(folder, PATIENCE):
+            has_config = (folder / "config.yaml").exists()
+        rounds_table = read_log(folder, "rounds")
+        self._report_rows([] if rounds_table is None else rounds_table.to_pylist())
+        if self._work["status"] not in FINISHED_STATUSES:
             experiment = Experiment.from_dict(self._work["experiment"])
             # whether this node sees no disk of the driver's
-            remote = self._away() and not self._work["mark"]
+            is_remote = self._is_remote() and not self._work["mark"]
             runs.run(
-                resolved(experiment, folder) if started else experiment,
+                restore_resolved_keys(experiment, folder) if has_config else experiment,
                 folder,
-                resume=started,
+                resume=has_config,
                 data_root=self._work["data_root"],
-                on_rows=self._rows,
-                prepare=RemotePreparation(**self._work["driver"]) if remote else prepare,
+                on_rows=self._report_rows,
+                prepare=RemotePreparation(**self._work["driver"]) if is_remote else prepare,
             )
 
-    def _rows(self, rows: list[dict[str, Any]]) -> bool:
+    def _report_rows(self, rows: list[dict[str, Any]]) -> bool:
         """Reports the rows that have been evaluated, once each; whether to stop."""
         for row in rows:
-            if self._stopping:
+            if self._is_stopping:
                 break
-            if not metric_columns.evaluated(row) or row["round"] < self._report["round"]:
+            if not metric_columns.is_evaluated(row) or row["round"] < self._report["round"]:
                 continue
             scores = {
                 key: math.nan if value is None else value
@@ -443,4 +443,4 @@ class TrialActor(tune.Trainable):
             self._reports.put(self._report)
             if self._work["pause"]:
                 self._permits.get()
-        return self._stopping
+        return self._is_stopping

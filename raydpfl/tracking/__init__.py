@@ -18,11 +18,11 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-from raydpfl.config.registry import choose_each, family
+from raydpfl.config.registry import choose_members, family
 from raydpfl.errors import ConfigError
 from raydpfl.tracking.base import Log, Row, Tracked, Tracker
 
-__all__ = ["DEFAULT", "FAMILY", "Log", "Row", "Tracked", "Tracker", "installed", "parse"]
+__all__ = ["DEFAULT", "FAMILY", "Log", "Row", "Tracked", "Tracker", "check_installed", "parse"]
 
 FAMILY: dict[str, type[Tracker]] = family(__name__, Tracker)
 DEFAULT = ("tensorboard",)
@@ -30,10 +30,10 @@ DEFAULT = ("tensorboard",)
 
 def parse(values: Any) -> tuple[Tracker, ...]:
     """The members of a list of kinds and mappings. Raises `ConfigError`."""
-    return choose_each("track", values, FAMILY, Tracker)
+    return choose_members("track", values, FAMILY, Tracker)
 
 
-def installed(trackers: Sequence[Tracker]) -> None:
+def check_installed(trackers: Sequence[Tracker]) -> None:
     """Raises `ConfigError` for a tracker whose library is not there."""
     for tracker in trackers:
         library = tracker.library

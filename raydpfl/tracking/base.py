@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from raydpfl.config.overrides import flat
+from raydpfl.config.overrides import flatten
 from raydpfl.config.registry import Member
 
 # Of a summary, what `facts` gives of it next to the scores.
@@ -41,7 +41,7 @@ class Tracked:
     @property
     def config(self) -> dict[str, Any]:
         """The config by dotted key."""
-        return flat(self.tree)
+        return flatten(self.tree)
 
 
 class Log:
@@ -66,7 +66,7 @@ class Tracker(Member):
 
     library: ClassVar[str] = ""  # what it needs to be installed, an extra of the package
 
-    def elsewhere(self) -> bool:
+    def is_external(self) -> bool:
         """Whether it shows runs anywhere but in their own directories."""
         return True
 
@@ -74,7 +74,7 @@ class Tracker(Member):
         """Begins a run, or goes on with the one of `run.id`."""
         raise NotImplementedError
 
-    def kept_in(self, folder: Path) -> Tracker:
+    def relocate(self, folder: Path) -> Tracker:
         """The same, with all that it keeps in a folder: `raydpfl check` leaves nothing elsewhere.
 
         A tracker that writes to the run's directory alone need not say more.
@@ -108,6 +108,6 @@ def facts(summary: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in summary.items()
         if name.startswith("best_") and isinstance(value, (int, float))
     }
-    for one in summary.get("holds", ())[:1]:
-        facts |= {name: one[name] for name in ("epsilon", "delta", "accountant", "unit")}
+    for guarantee in summary.get("holds", ())[:1]:
+        facts |= {name: guarantee[name] for name in ("epsilon", "delta", "accountant", "unit")}
     return facts

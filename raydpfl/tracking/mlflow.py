@@ -14,10 +14,10 @@ from pydantic import Field
 from raydpfl.storage.files import cache_root
 from raydpfl.tracking.base import Log, Row, Tracked, Tracker, facts, numbers
 
-ENDED = {"completed": "FINISHED", "budget": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
+STATUS = {"completed": "FINISHED", "budget": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
 METRICS = 1000  # that a server takes at once
 PARAMS = 100
-LONG = 500  # characters of a parameter's value, for every server there is
+MAX_VALUE_LENGTH = 500  # characters of a parameter's value, for every server there is
 
 
 class MLflow(Tracker):
@@ -42,31 +42,31 @@ class MLflow(Tracker):
     def open(self, run: Tracked) -> Log:
         return _Run(self, run)
 
-    def kept_in(self, folder: Path) -> Tracker:
+    def relocate(self, folder: Path) -> Tracker:
         return self.model_copy(update={"uri": f"sqlite:///{(folder / 'mlflow.db').absolute()}"})
 
 
 class _Run(Log):
     def __init__(self, tracker: MLflow, run: Tracked):
         self._entities = importlib.import_module("mlflow.entities")
-        tracking = importlib.import_module("mlflow.tracking")
+        mlflow_tracking = importlib.import_module("mlflow.tracking")
         for name in ("mlflow", "alembic"):  # what they say of setting up a store
             logging.getLogger(name).setLevel(logging.WARNING)
         self.id = run.id
         # it creates a store, which only one process may do at a time, as a sweep has several
         with FileLock(cache_root() / "mlflow.lock"):
-            self._client = tracking.MlflowClient(tracker.uri)
+            self._client = mlflow_tracking.MlflowClient(tracker.uri)
             experiment = self._experiment(tracker.experiment)
         if run.id:
             self._client.update_run(run.id, status="RUNNING")
             return
         tags = {"directory": run.place} | ({"sweep": run.group} if run.group else {})
-        started = self._client.create_run(experiment, None, tags, run.name)
-        self.id = started.info.run_id
+        mlflow_run = self._client.create_run(experiment, None, tags, run.name)
+        self.id = mlflow_run.info.run_id
         param = self._entities.Param
-        params = [param(key, str(value)[:LONG]) for key, value in run.config.items()]
-        for some in _pieces(params, PARAMS):
-            self._client.log_batch(self.id, params=some)
+        params = [param(key, str(value)[:MAX_VALUE_LENGTH]) for key, value in run.config.items()]
+        for batch in _batches(params, PARAMS):
+            self._client.log_batch(self.id, params=batch)
 
     def _experiment(self, name: str) -> str:
         experiment = self._client.get_experiment_by_name(name)
@@ -77,24 +77,24 @@ class _Run(Log):
         return experiment.experiment_id
 
     def write(self, rows: Sequence[Row]) -> None:
-        now = int(1000 * time.time())
+        timestamp = int(1000 * time.time())
         metric = self._entities.Metric
         metrics = [
-            metric(name, value, now, row["round"])
+            metric(name, value, timestamp, row["round"])
             for row in rows
             for name, value in numbers(row).items()
         ]
-        for some in _pieces(metrics, METRICS):
-            self._client.log_batch(self.id, metrics=some)
+        for batch in _batches(metrics, METRICS):
+            self._client.log_batch(self.id, metrics=batch)
 
     def close(self, summary: Mapping[str, Any]) -> None:
         tag = self._entities.RunTag
-        tags = [tag(name, str(value)[:LONG]) for name, value in facts(summary).items()]
+        tags = [tag(name, str(value)[:MAX_VALUE_LENGTH]) for name, value in facts(summary).items()]
         self._client.log_batch(self.id, tags=tags)
-        status = ENDED.get(summary.get("status", ""), "KILLED")
+        status = STATUS.get(summary.get("status", ""), "KILLED")
         self._client.set_terminated(self.id, status)
 
 
-def _pieces(values: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
-    for at in range(0, len(values), most):
-        yield values[at : at + most]
+def _batches(values: Sequence[Any], batch_size: int) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(values), batch_size):
+        yield values[start : start + batch_size]

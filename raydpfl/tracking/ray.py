@@ -9,7 +9,7 @@ from raydpfl.privacy import RIGOROUS
 from raydpfl.tracking.base import Log, Row, Tracked, Tracker
 
 # By column of the rounds table: what the gauge raydpfl_COLUMN says.
-SHOWN = {
+GAUGE_DESCRIPTIONS = {
     "round": "Rounds that are done.",
     "epsilon": "Spent so far, by the rigorous accountant with the smallest.",
     "clients_per_second": "Clients trained in a second, without evaluation.",
@@ -42,14 +42,14 @@ class Gauges(Log):
             return
         if not self._gauges:
             gauge = importlib.import_module("ray.util.metrics").Gauge
-            for name, said in SHOWN.items():
-                self._gauges[name] = gauge(f"raydpfl_{name}", said, ("run",))
-        row = {**rows[-1], "round": rows[-1]["round"] + 1, "epsilon": _spent(rows[-1])}
+            for name, description in GAUGE_DESCRIPTIONS.items():
+                self._gauges[name] = gauge(f"raydpfl_{name}", description, ("run",))
+        row = {**rows[-1], "round": rows[-1]["round"] + 1, "epsilon": _epsilon(rows[-1])}
         for name, gauge in self._gauges.items():
             if row.get(name) is not None:
                 gauge.set(float(row[name]), self._tags)
 
 
-def _spent(row: Row) -> float | None:
+def _epsilon(row: Row) -> float | None:
     epsilons = [row[name] for name in RIGOROUS if row.get(name) is not None]
     return min(epsilons, default=None)

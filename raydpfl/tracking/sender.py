@@ -52,32 +52,32 @@ class Book:
         entry = self._entries.get(tracker, {"id": "", "rounds": 0})
         return entry["id"], entry["rounds"]
 
-    def note(self, tracker: str, name: str, rounds: int, failed: str = "") -> None:
+    def note(self, tracker: str, name: str, rounds: int, failure: str = "") -> None:
         """Keeps that, and why the tracker was left out. Raises `FileError`."""
         with self._lock:
             self._entries[tracker] = {"id": name, "rounds": rounds}
-            if failed:
-                self._entries[tracker]["failed"] = failed
+            if failure:
+                self._entries[tracker]["failed"] = failure
             write_json(self.path, self._entries)
 
 
 class Sender:
-    """Hands the rows of a run to one tracker. `earlier`: those of the rounds that it was not sent
+    """Hands the rows of a run to one tracker. `backlog`: those of the rounds that it was not sent
     before, from `run.first` on.
     """
 
-    def __init__(self, tracker: Tracker, run: Tracked, book: Book, earlier: Sequence[Row] = ()):
+    def __init__(self, tracker: Tracker, run: Tracked, book: Book, backlog: Sequence[Row] = ()):
         self._tracker = tracker
         self._run = run
         self._book = book
         self._next = run.first
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
-        self._ending = threading.Event()
-        self.opened = threading.Event()  # or failed
+        self._end_event = threading.Event()
+        self.open_event = threading.Event()  # or failed
         self._summary: Mapping[str, Any] = {}
-        self._failed = False
-        self._sent = (run.id, run.first)  # what the tracker calls the run, and rounds it knows
-        for row in earlier:
+        self._has_failed = False
+        self._position = (run.id, run.first)  # what the tracker calls the run, and rounds it knows
+        for row in backlog:
             self.put(row)
         self._thread = threading.Thread(
             target=self._work, name=f"raydpfl-track-{tracker.kind}", daemon=True
@@ -86,16 +86,16 @@ class Sender:
 
     def put(self, row: Row) -> None:
         """Hands over a row, unless the tracker has it. It takes no time."""
-        if row["round"] >= self._next and not self._failed:
+        if row["round"] >= self._next and not self._has_failed:
             self._next = row["round"] + 1
             self._rows.put(dict(row))
 
     def close(self, summary: Mapping[str, Any], patience: float = PATIENCE) -> None:
         """The run ends: the tracker is given the rest, and so many seconds for it."""
-        if self._ending.is_set():
+        if self._end_event.is_set():
             return
         self._summary = summary
-        self._ending.set()
+        self._end_event.set()
         self._rows.put(None)
         self._thread.join(patience)
         if self._thread.is_alive():
@@ -103,49 +103,49 @@ class Sender:
 
     def _work(self) -> None:
         try:
-            shown = self._tracker.open(self._run)
-            self._note(shown, self._run.first)
-            self.opened.set()
-            while not self._failed and self._write(shown):
-                self._ending.wait(PAUSE)
-            shown.close(self._summary)
+            tracker_log = self._tracker.open(self._run)
+            self._note(tracker_log, self._run.first)
+            self.open_event.set()
+            while not self._has_failed and self._write(tracker_log):
+                self._end_event.wait(PAUSE)
+            tracker_log.close(self._summary)
         except BaseException as error:  # a library may raise anything
             reason = next(iter(str(error).strip().splitlines()), "")[:300]  # SQL is many lines
             name = "" if isinstance(error, FileError) else f"{type(error).__name__}: "
             self._warn(f"{name}{reason}; the run goes on without it")
         finally:
-            self.opened.set()
+            self.open_event.set()
 
-    def _write(self, shown: Log) -> bool:
+    def _write(self, tracker_log: Log) -> bool:
         """Waits for rows, and writes all that there are; whether more may come."""
         rows = [self._rows.get()]
         while not self._rows.empty():
             rows.append(self._rows.get())
-        sent = [row for row in rows if row is not None]
-        if sent:
-            shown.write(sent)
-            self._note(shown, sent[-1]["round"] + 1)
-        return len(sent) == len(rows)
+        new_rows = [row for row in rows if row is not None]
+        if new_rows:
+            tracker_log.write(new_rows)
+            self._note(tracker_log, new_rows[-1]["round"] + 1)
+        return len(new_rows) == len(rows)
 
-    def _note(self, shown: Log, rounds: int) -> None:
-        if not self._failed:  # the run may be another process's by now
-            self._sent = (shown.id, rounds)
-            self._book.note(self._tracker.kind, *self._sent)
+    def _note(self, tracker_log: Log, rounds: int) -> None:
+        if not self._has_failed:  # the run may be another process's by now
+            self._position = (tracker_log.id, rounds)
+            self._book.note(self._tracker.kind, *self._position)
 
     def _warn(self, reason: str) -> None:
-        if self._failed:
+        if self._has_failed:
             return
-        self._failed = True
+        self._has_failed = True
         log.warning("track %s: %s", self._tracker.kind, reason)
         with suppress(FileError):  # the warnings of a trial are not seen
-            self._book.note(self._tracker.kind, *self._sent, failed=reason)
+            self._book.note(self._tracker.kind, *self._position, failure=reason)
 
 
 def senders(
     trackers: Sequence[Tracker],
     run: Tracked,
     book: Book,
-    done: int,
+    finished_rounds: int,
     rows: Sequence[Row],
     fresh_noise: bool,
 ) -> list[Sender]:
@@ -155,16 +155,17 @@ def senders(
 
     Args:
         run: as trackers see it, but for what they themselves know of it.
-        done: rounds that are done, whose rows are `rows`.
+        finished_rounds: rounds that are done, whose rows are `rows`.
         fresh_noise: whether the rounds to come are others than those that were done before.
     """
-    found = []
+    open_senders = []
     for tracker in trackers:
-        name, first = book.entry(tracker.kind)
-        first = min(first, done) if fresh_noise else first
-        tracked = replace(run, id=name, first=first)
-        found.append(Sender(tracker, tracked, book, [row for row in rows if row["round"] >= first]))
-    until = time.monotonic() + OPENING
-    for sender in found:
-        sender.opened.wait(max(0.0, until - time.monotonic()))
-    return found
+        name, first_round = book.entry(tracker.kind)
+        first_round = min(first_round, finished_rounds) if fresh_noise else first_round
+        tracked_run = replace(run, id=name, first=first_round)
+        backlog = [row for row in rows if row["round"] >= first_round]
+        open_senders.append(Sender(tracker, tracked_run, book, backlog))
+    deadline = time.monotonic() + OPENING
+    for sender in open_senders:
+        sender.open_event.wait(max(0.0, deadline - time.monotonic()))
+    return open_senders

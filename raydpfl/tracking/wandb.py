@@ -38,7 +38,7 @@ class WandB(Tracker):
     def open(self, run: Tracked) -> Log:
         return _Run(self, run)
 
-    def kept_in(self, folder: Path) -> Tracker:
+    def relocate(self, folder: Path) -> Tracker:
         return self.model_copy(update={"mode": "offline", "folder": str(folder)})
 
 
@@ -50,7 +50,7 @@ class _Run(Log):
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             raise RuntimeError("nobody is logged in: wandb login, WANDB_API_KEY, or mode: offline")
         self.id = run.id or uuid.uuid4().hex[:16]
-        quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=INIT)
+        setup = wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=INIT)
         self._run = wandb.init(
             project=tracker.project,
             entity=tracker.entity,
@@ -61,7 +61,7 @@ class _Run(Log):
             resume="allow",
             mode=mode,
             dir=tracker.folder,
-            settings=quiet,
+            settings=setup,
         )
         # rounds have their numbers, so that some may be sent twice
         self._run.define_metric("round")

@@ -9,8 +9,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from raydpfl import models
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.core.signals import limited
-from raydpfl.errors import RAISED
+from raydpfl.core.signals import time_limit
+from raydpfl.errors import USER_EXCEPTIONS
 from raydpfl.methods.local.base import Local
 from raydpfl.models.linear_stack import NoStack
 from raydpfl.models.tasks import Form
@@ -23,7 +23,7 @@ from raydpfl.training.trainer import Trainer
 # of the step's norm: rounding gives 1e-6, a wrong gradient about 1
 TOLERANCE = 1e-3
 ATTEMPTS = 3  # on other rows: a ReLU or a maximum that rounds the other way can give 1e-2 on some
-LIMIT = 120.0  # seconds that the comparison may take
+MAX_SECONDS = 120.0  # seconds that the comparison may take
 ROUNDING = 1e-6  # of the model's norm: what subtracting two models leaves uncertain of a step
 SIZES = [6, 5, 3]  # rows of the three clients
 
@@ -37,18 +37,18 @@ def mismatch(
     """
     uncertain = ROUNDING / TOLERANCE * models.trained(module).norm()
     errors = torch.full((len(SIZES),), torch.inf)
-    late = TimeoutError(f"three steps take more than {LIMIT:g} s")
+    timeout = TimeoutError(f"three steps take more than {MAX_SECONDS:g} s")
     try:
-        with limited(LIMIT, late):
+        with time_limit(MAX_SECONDS, timeout):
             for seed in range(ATTEMPTS):
-                ours, theirs = FirstSteps(module, local, form, clip, seed).by(backend)
-                relative = (ours - theirs).norm(dim=1) / (theirs.norm(dim=1) + uncertain)
+                updates, reference = FirstSteps(module, local, form, clip, seed).by(backend)
+                relative = (updates - reference).norm(dim=1) / (reference.norm(dim=1) + uncertain)
                 errors = torch.minimum(errors, relative.cpu())
                 if errors.max() <= TOLERANCE:
                     return None
     except (NoStack, NotLayerwise, NotOneBatch) as error:
         return str(error)
-    except RAISED as error:  # a module may do anything when it is traced or vmapped
+    except USER_EXCEPTIONS as error:  # a module may do anything when it is traced or vmapped
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return f"its first step is off by {float(errors.max()):.1e} of the loop's"
 
@@ -61,8 +61,8 @@ class FirstSteps:
     def __init__(
         self, module: nn.Module, local: Local, form: Form, clip: float | None, seed: int = 0
     ) -> None:
-        self.module = _without_zeros(module)
-        self.local = _short(local)
+        self.module = _fill_zeros(module)
+        self.local = _shorten(local)
         self.form = form
         self.clip = clip
         self.seed = seed
@@ -81,15 +81,15 @@ class FirstSteps:
         if idle not in self._reference:
             clip, rows = self._rows(module)
             self._reference[idle] = clip, rows, self._updates(module, REFERENCE, clip, rows)
-        clip, rows, theirs = self._reference[idle]
-        return self._updates(module, backend, clip, rows), theirs
+        clip, rows, reference = self._reference[idle]
+        return self._updates(module, backend, clip, rows), reference
 
     def _updates(
         self, module: nn.Module, backend: str, clip: float | None, rows: dict[str, Any]
     ) -> torch.Tensor:
         """What the three clients have trained to, float32 [3, D]."""
-        how: dict[str, Any] = {"backend": backend, "clip": clip, "task": self.form.task}
-        trainer = Trainer(module, self.local, seed=0, user_defined=True, **how)
+        options: dict[str, Any] = {"backend": backend, "clip": clip, "task": self.form.task}
+        trainer = Trainer(module, self.local, seed=0, user_defined=True, **options)
         initial = rows["initial"]
         chunk = trainer.chunk(
             *(models.trained(module), rows["x"], rows["y"], SIZES),
@@ -108,7 +108,7 @@ class FirstSteps:
         x = form.inputs(18, generator).view(3, 6, *form.shape)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             outputs = copy.deepcopy(module)(x[0])
-        targets = form.task.made_up(generator, 18, tuple(outputs.shape[1:]))
+        targets = form.task.random_targets(generator, 18, tuple(outputs.shape[1:]))
         y = targets.view(3, 6, *targets.shape[1:])
         if clip is not None:
             if not form.tokens:
@@ -137,28 +137,28 @@ class FirstSteps:
         return float(torch.stack(norms).median())
 
 
-def _without_zeros(module: nn.Module) -> nn.Module:
+def _fill_zeros(module: nn.Module) -> nn.Module:
     """A copy whose trained matrices are not 0: behind one no gradient would show."""
     module = copy.deepcopy(module)
     generator = stream(0, Purpose.MODEL)
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.requires_grad and parameter.dim() > 1 and not parameter.any():
-                drawn = generator.standard_normal(parameter.shape)
-                parameter.copy_(torch.from_numpy(drawn * parameter[0].numel() ** -0.5))
+                normals = generator.standard_normal(parameter.shape)
+                parameter.copy_(torch.from_numpy(normals * parameter[0].numel() ** -0.5))
     return module
 
 
-def _short(local: Local) -> Local:
+def _shorten(local: Local) -> Local:
     """The rule with few steps: two where the second differs from the first."""
     linear = local.linear()
-    few: dict[str, Any] = {"batch": local.batch if local.batch == "full" else 4}
+    changes: dict[str, Any] = {"batch": local.batch if local.batch == "full" else 4}
     if local.epochs is not None:
-        few["epochs"] = 1.0  # two steps of the first two clients, one of the third
+        changes["epochs"] = 1.0  # two steps of the first two clients, one of the third
     elif linear is None or linear.proximal:  # a proximal term is 0 at the first step
-        few["steps"] = 2
+        changes["steps"] = 2
     else:
-        few["steps"] = 1
+        changes["steps"] = 1
     if linear is not None:  # else its learning rate is of the size that it takes
-        few["lr"] = 1.0
-    return local.model_copy(update=few)
+        changes["lr"] = 1.0
+    return local.model_copy(update=changes)

@@ -1,7 +1,7 @@
 """Which backend trains a model.
 
-The backends that suit a model (`_suited`) are compared with the loop on made-up rows; the log says
-why one is left out. A run of less than `WORTH` seconds takes the first that is left, a longer one
+The backends that suit a model (`_ranking`) are compared with the loop on made-up rows; the log says
+why one is left out. A run shorter than `MIN_RUN_SECONDS` takes the first that is left, a longer one
 the fastest, unless it saves less than a tenth. On a GPU, and for compiled code, the order decides.
 
 >>> module = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
@@ -30,23 +30,23 @@ from raydpfl.models.shared_and_local import ParameterSplit
 from raydpfl.models.tasks import Classification, Form, Target  # noqa: F401  (the example above)
 from raydpfl.training.backend_check import mismatch
 from raydpfl.training.backend_timing import StepTimes
-from raydpfl.training.backends import BACKENDS, REFERENCE, check_backend, lacking
-from raydpfl.training.backends.compiled import unfit
-from raydpfl.training.backends.convolutional import links, unpooled
-from raydpfl.training.validation import check_loss, check_no_mixing, check_rule, drawn_from
+from raydpfl.training.backends import BACKENDS, REFERENCE, check_backend, missing_requirement
+from raydpfl.training.backends.compiled import compilation_refusal
+from raydpfl.training.backends.convolutional import clipping_refusal, links
+from raydpfl.training.validation import check_loss, check_no_mixing, check_rule, foreign_generator
 
 log = logging.getLogger("raydpfl")
-UNFIT = "this backend does not fit the model"
-NEXT = "clients are trained by %s; %s does not fit the model: %s"
-SLOW = "clients are trained by the loop, one at a time, which is slow: %s; faster: %s"
-FASTEST = "clients are trained by %s, the fastest here: %s"
-WORTH = 5.0  # seconds of a run whose backends are timed
-LONGEST = 2.0  # seconds after which no other backend is timed, or a twentieth of the run
+UNFIT_REASON = "this backend does not fit the model"
+NEXT_MESSAGE = "clients are trained by %s; %s does not fit the model: %s"
+SLOW_MESSAGE = "clients are trained by the loop, one at a time, which is slow: %s; faster: %s"
+FASTEST_MESSAGE = "clients are trained by %s, the fastest here: %s"
+MIN_RUN_SECONDS = 5.0  # seconds of a run whose backends are timed
+MAX_TIMING_SECONDS = 2.0  # seconds after which no other backend is timed, or a twentieth of the run
 GAIN = 0.9  # of the time of the first, which another has to take at most
 CHAIN = "convolutions, activations and max-pooling in a row, then linear layers (as model.kind cnn)"
 
-Asked = tuple[Local, float | None, Precision, ParameterSplit]
-"""What `lacking` is called with, after the backend."""
+Demands = tuple[Local, float | None, Precision, ParameterSplit]
+"""What `missing_requirement` is called with, after the backend."""
 
 
 def choose_backend(
@@ -71,103 +71,110 @@ def choose_backend(
     check_loss(module, form)
     if clip is not None:
         check_no_mixing(module, form)
-    asked = (local, clip, precision, ParameterSplit.of(module))
-    suited = _suited(module, local, form, clip, gpu) if backend in ("auto", REFERENCE) else []
-    candidates = _candidates(suited, asked) if backend == "auto" else [backend]
-    drawn = drawn_from(module, form)
-    if drawn and backend in BACKENDS and not BACKENDS[backend].one_by_one:
-        reason = f"the module draws from {drawn}, which has to be client by client"
+    demands = (local, clip, precision, ParameterSplit.of(module))
+    backends = _ranking(module, local, form, clip, gpu) if backend in ("auto", REFERENCE) else []
+    candidates = _candidates(backends, demands) if backend == "auto" else [backend]
+    generator_name = foreign_generator(module, form)
+    if generator_name and backend in BACKENDS and not BACKENDS[backend].one_by_one:
+        reason = f"the module draws from {generator_name}, which has to be client by client"
         raise ConfigError("client.backend", backend, f"auto or {REFERENCE}; {reason}")
-    if drawn and backend == "auto":
+    if generator_name and backend == "auto":
         candidates = [REFERENCE]
     for name in candidates:
-        check_backend(name, *asked)
-    fit, unlike = _fit(candidates, partial(mismatch, module, local, form, clip=clip), times)
-    if not fit:
-        expected = f"auto or {REFERENCE}; {UNFIT}: {unlike[backend]}"
+        check_backend(name, *demands)
+    matches, mismatches = _fit(candidates, partial(mismatch, module, local, form, clip=clip), times)
+    if not matches:
+        expected = f"auto or {REFERENCE}; {UNFIT_REASON}: {mismatches[backend]}"
         raise ConfigError("client.backend", backend, expected)
-    if times and len(fit) > 1:
-        return _fastest(times, fit)
-    if fit[0] == REFERENCE:
-        log.warning(SLOW, *_hindrance(module, suited, asked, drawn, unlike))
-    return fit[0]
+    if times and len(matches) > 1:
+        return _fastest(times, matches)
+    if matches[0] == REFERENCE:
+        log.warning(
+            SLOW_MESSAGE, *_hindrance(module, backends, demands, generator_name, mismatches)
+        )
+    return matches[0]
 
 
 def _fit(
-    candidates: list[str], differs: Callable[..., str | None], times: StepTimes | None
+    candidates: list[str], find_mismatch: Callable[..., str | None], times: StepTimes | None
 ) -> tuple[list[str], dict[str, str]]:
     """The candidates that fit, the first alone for a short run; and why others do not fit."""
-    fit: list[str] = []
-    unlike = {}
-    for name, following in pairwise([*candidates, ""]):
-        reason = None if name == REFERENCE else differs(backend=name)
+    matches: list[str] = []
+    mismatches = {}
+    for name, successor in pairwise([*candidates, ""]):
+        reason = None if name == REFERENCE else find_mismatch(backend=name)
         if reason is None:
-            fit.append(name)
-            if not following or times is None or BACKENDS[name].threads or _short(times, fit):
+            matches.append(name)
+            if (
+                not successor
+                or times is None
+                or BACKENDS[name].threads
+                or _is_short(times, matches)
+            ):
                 break
             continue
-        unlike[name] = reason
-        if following not in ("", REFERENCE) and not fit:
-            log.warning(NEXT, following, name, reason)
-    return fit, unlike
+        mismatches[name] = reason
+        if successor not in ("", REFERENCE) and not matches:
+            log.warning(NEXT_MESSAGE, successor, name, reason)
+    return matches, mismatches
 
 
-def _short(times: StepTimes, fit: list[str]) -> bool:
+def _is_short(times: StepTimes, matches: list[str]) -> bool:
     """Whether a run by the first backend that fits is too short to look for another."""
-    return len(fit) == 1 and times.of(fit[0]) * times.work.steps < WORTH
+    return len(matches) == 1 and times.of(matches[0]) * times.work.steps < MIN_RUN_SECONDS
 
 
-def _fastest(times: StepTimes, fit: list[str]) -> str:
+def _fastest(times: StepTimes, backends: list[str]) -> str:
     """The backend of those that takes the least time."""
-    began = time.perf_counter()
-    first, *others = fit
+    start_time = time.perf_counter()
+    first, *rest = backends
     seconds = {first: times.of(first)}
-    most = max(LONGEST, seconds[first] * times.work.steps / 20)
-    for name in others:
-        if time.perf_counter() - began < most:
+    time_limit = max(MAX_TIMING_SECONDS, seconds[first] * times.work.steps / 20)
+    for name in rest:
+        if time.perf_counter() - start_time < time_limit:
             seconds[name] = times.of(name, min(seconds.values()))
     best = min(seconds, key=lambda name: seconds[name])
-    taken = best if seconds[best] <= GAIN * seconds[first] else first
-    shown = (f"{name} {1e3 * took:.3g}" for name, took in seconds.items())
-    log.info(FASTEST, taken, f"ms a step of a client: {', '.join(shown)}")
-    return taken
+    choice = best if seconds[best] <= GAIN * seconds[first] else first
+    timings = (f"{name} {1e3 * duration:.3g}" for name, duration in seconds.items())
+    log.info(FASTEST_MESSAGE, choice, f"ms a step of a client: {', '.join(timings)}")
+    return choice
 
 
 def _hindrance(
     module: nn.Module,
-    suited: list[str],
-    asked: Asked,
-    drawn: str | None,
-    unlike: dict[str, str],
+    backends: list[str],
+    demands: Demands,
+    generator_name: str | None,
+    mismatches: dict[str, str],
 ) -> tuple[str, str]:
-    """Why the loop trains, and what would be faster, in words. `drawn`: the generator that the
-    module draws from, other than torch's; `unlike`: why the backends that were tried do not fit.
+    """Why the loop trains, and what would be faster, in words. `generator_name`: what the module
+    draws from, if not from torch; `mismatches`: why the backends that were tried do not fit.
     """
-    if unlike:
-        name, reason = list(unlike.items())[-1]
-        drops = any(isinstance(layer, _DropoutNd) and layer.p for layer in module.modules())
-        faster = "a model without dropout" if drops else f"a model that {name} fits"
-        return f"{name} does not fit the model: {reason}", faster
-    if drawn:
-        return f"the module draws from {drawn}", "a module that draws nothing"
-    able = [backend for backend in suited if not lacking(backend, *asked)]
-    if able and able[0] != REFERENCE:
-        return "client.backend asks for it", f"client.backend=auto, which tries {able[0]}"
-    if suited[0] != REFERENCE:
-        lacks = lacking(suited[0], *asked)
-        faster = "a step in its place" if asked[0].trains else f"what {suited[0]} can do"
-        return f"{suited[0]} cannot do {lacks}", faster
+    if mismatches:
+        name, reason = list(mismatches.items())[-1]
+        has_dropout = any(isinstance(layer, _DropoutNd) and layer.p for layer in module.modules())
+        remedy = "a model without dropout" if has_dropout else f"a model that {name} fits"
+        return f"{name} does not fit the model: {reason}", remedy
+    if generator_name:
+        return f"the module draws from {generator_name}", "a module that draws nothing"
+    candidates = [backend for backend in backends if not missing_requirement(backend, *demands)]
+    if candidates and candidates[0] != REFERENCE:
+        return "client.backend asks for it", f"client.backend=auto, which tries {candidates[0]}"
+    if backends[0] != REFERENCE:
+        demand = missing_requirement(backends[0], *demands)
+        remedy = "a step in its place" if demands[0].trains else f"what {backends[0]} can do"
+        return f"{backends[0]} cannot do {demand}", remedy
     if ParameterSplit.of(module).buffers:
         return "buffers of the model are clients' own (model.local)", "a model without BatchNorm"
     for layer in module.modules():
         if isinstance(layer, nn.RNNBase):
             kind = type(layer).__name__
             return f"{kind} is recurrent", "a model without recurrent layers, as transformer"
-    reason = f"convolutional does not fit the model: {_unlinked(module)}"
+    reason = f"convolutional does not fit the model: {_link_error(module)}"
     return reason, f"{CHAIN}, or a GPU (client.num_gpus)"
 
 
-def _unlinked(module: nn.Module) -> str | None:
+def _link_error(module: nn.Module) -> str | None:
     """Why convolutions of it are not trained by hand (`links`), in words; None: they are."""
     try:
         links(module)
@@ -176,16 +183,18 @@ def _unlinked(module: nn.Module) -> str | None:
     return None
 
 
-def _candidates(suited: list[str], asked: Asked) -> list[str]:
+def _candidates(backends: list[str], demands: Demands) -> list[str]:
     """Of the backends that suit the module, those that can do what is asked of them."""
-    able = [backend for backend in suited if not lacking(backend, *asked)]
-    lacks = lacking(suited[0], *asked)
-    if lacks and able[0] != REFERENCE:
-        log.warning("clients are trained by %s; %s cannot do %s", able[0], suited[0], lacks)
-    return able
+    candidates = [backend for backend in backends if not missing_requirement(backend, *demands)]
+    demand = missing_requirement(backends[0], *demands)
+    if demand and candidates[0] != REFERENCE:
+        log.warning(
+            "clients are trained by %s; %s cannot do %s", candidates[0], backends[0], demand
+        )
+    return candidates
 
 
-def _suited(
+def _ranking(
     module: nn.Module, local: Local, form: Form, clip: float | None, gpu: bool
 ) -> list[str]:
     """The backends that suit the module, the best first, able to do what is asked or not."""
@@ -195,25 +204,25 @@ def _suited(
         layers = stack(module)
     except NoStack:
         kinds = list(module.modules())
-        recurs = any(isinstance(layer, nn.RNNBase) for layer in kinds)
-        frozen = any(not parameter.requires_grad for parameter in module.parameters())
-        first = ["one_batch"] if frozen else []
+        has_recurrence = any(isinstance(layer, nn.RNNBase) for layer in kinds)
+        has_frozen = any(not parameter.requires_grad for parameter in module.parameters())
+        head = ["one_batch"] if has_frozen else []
         if clip is not None:
-            by_hand = not gpu and not _unlinked(module) and not unpooled(links(module))
-            first += ["convolutional"] if by_hand else []
-            return [*first, "layerwise", *([] if recurs else ["vmap"]), REFERENCE]
-        if recurs:
-            return [*first, REFERENCE]
+            by_hand = not gpu and not _link_error(module) and not clipping_refusal(links(module))
+            head += ["convolutional"] if by_hand else []
+            return [*head, "layerwise", *([] if has_recurrence else ["vmap"]), REFERENCE]
+        if has_recurrence:
+            return [*head, REFERENCE]
         if gpu or not any(isinstance(layer, _ConvNd) for layer in kinds):
-            return [*first, "vmap", REFERENCE]
-        by_hand = not _unlinked(module)
-        return [*first, *(["convolutional"] if by_hand else []), REFERENCE, "vmap"]
+            return [*head, "vmap", REFERENCE]
+        by_hand = not _link_error(module)
+        return [*head, *(["convolutional"] if by_hand else []), REFERENCE, "vmap"]
     layerwise = ["layerwise"] if clip is not None else []
-    if form.task.closed() is None:
+    if form.task.loss_form() is None:
         return [*layerwise, "vmap", REFERENCE]
-    if gpu or lacking("compiled", local, clip):
+    if gpu or missing_requirement("compiled", local, clip):
         return ["fused", *layerwise, "vmap", REFERENCE]
-    reason = unfit(layers)
+    reason = compilation_refusal(layers)
     if reason is not None and reason == native.library_or_reason():
         log.warning("clients are not trained by compiled, which takes half the time: %s", reason)
     return [*(["compiled"] if reason is None else []), "fused", *layerwise, "vmap", REFERENCE]

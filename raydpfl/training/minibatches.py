@@ -16,8 +16,8 @@ from raydpfl.core.prng import Purpose, bit_streams, stream
 from raydpfl.methods.local.base import Local
 from raydpfl.methods.local.sgd import Sgd  # noqa: F401  (the example above)
 
-# a batch of at least 1/RANKED of the rows is drawn by ranking all rows, a smaller one row by row
-RANKED = 8
+# a batch of at least 1/RANKED_RATIO of the rows ranks all rows, a smaller one is drawn row by row
+RANKED_RATIO = 8
 # bits of a shuffled word that hold the row's number; more where a client's rows take more
 BITS = 24
 Integers = Sequence[int] | np.ndarray
@@ -45,28 +45,29 @@ def batches(
     batch_sizes = local.batch_sizes(counts)
     steps = local.step_counts(counts)
     index = np.zeros((len(counts), int(steps.max(initial=0)), width), dtype=np.int64)
-    whole = batch_sizes == counts
-    if whole.any():
-        index[whole] = np.where(np.arange(width) < counts[whole, None, None], np.arange(width), 0)
-    fresh = ~whole & (local.sampling == "fresh")
-    few = fresh & (counts <= RANKED * batch_sizes)
-    shuffled = ~whole & ~fresh | few
+    full_mask = batch_sizes == counts
+    if full_mask.any():
+        columns = np.arange(width)
+        index[full_mask] = np.where(columns < counts[full_mask, None, None], columns, 0)
+    fresh_mask = ~full_mask & (local.sampling == "fresh")
+    ranked_mask = fresh_mask & (counts <= RANKED_RATIO * batch_sizes)
+    shuffled_mask = ~full_mask & ~fresh_mask | ranked_mask
     # a client with many rows is shuffled alone: its bits may not show in the others
-    ranked = np.flatnonzero(few & (counts <= 1 << BITS))
-    if len(ranked):
+    slots = np.flatnonzero(ranked_mask & (counts <= 1 << BITS))
+    if len(slots):
         key = (seed, Purpose.BATCH, t)
-        of = (clients[ranked], draws[ranked], steps[ranked], counts[ranked], ranked)
-        shuffled[ranked] = not native.shuffled(key, *of, batch_sizes[ranked], index)
-    for slot in np.flatnonzero(shuffled).tolist():
+        parts = (clients[slots], draws[slots], steps[slots], counts[slots], slots)
+        shuffled_mask[slots] = not native.shuffle_rows(key, *parts, batch_sizes[slots], index)
+    for slot in np.flatnonzero(shuffled_mask).tolist():
         name = {"client": int(clients[slot]), "draw": int(draws[slot])}
-        alone = stream(seed, Purpose.BATCH, t=t, **name)
-        drawn = _shuffled_batches(alone, int(counts[slot]), int(steps[slot]), local)
-        index[slot, : len(drawn), : batch_sizes[slot]] = drawn
-    many = np.where(fresh & ~few, batch_sizes, 0)
-    for b in np.unique(many[many > 0]).tolist():
-        slots = np.flatnonzero(many == b)
-        keyed = bit_streams(seed, Purpose.BATCH, t=t, clients=clients[slots], draws=draws[slots])
-        pairs = zip(keyed, (b * steps[slots]).tolist(), strict=True)
+        generator = stream(seed, Purpose.BATCH, t=t, **name)
+        client_batches = _shuffled_batches(generator, int(counts[slot]), int(steps[slot]), local)
+        index[slot, : len(client_batches), : batch_sizes[slot]] = client_batches
+    floyd_sizes = np.where(fresh_mask & ~ranked_mask, batch_sizes, 0)
+    for b in np.unique(floyd_sizes[floyd_sizes > 0]).tolist():
+        slots = np.flatnonzero(floyd_sizes == b)
+        streams = bit_streams(seed, Purpose.BATCH, t=t, clients=clients[slots], draws=draws[slots])
+        pairs = zip(streams, (b * steps[slots]).tolist(), strict=True)
         words = np.concatenate([bits.random_raw(count) for bits, count in pairs])
         uniform = (words.reshape(-1, b) >> np.uint64(11)) * 2.0**-53  # as numpy's
         places, batch = np.nonzero(np.arange(index.shape[1]) < steps[slots, None])
@@ -74,33 +75,33 @@ def batches(
     return index, batch_sizes
 
 
-def _shuffled_batches(keyed: np.random.Generator, n: int, steps: int, local: Local) -> np.ndarray:
+def _shuffled_batches(rng: np.random.Generator, n: int, steps: int, local: Local) -> np.ndarray:
     """The batches of one client of `n` rows, all of them shuffled, int64 [steps, b]."""
     b = local.batch_size(n)
     epochs = local.sampling == "epochs"
     count = math.ceil(steps * b / n) if epochs else steps
-    rows = _shuffled(keyed.bit_generator.random_raw(count * n).reshape(-1, n))
+    rows = _shuffle_rows(rng.bit_generator.random_raw(count * n).reshape(-1, n))
     return rows.ravel()[: steps * b].reshape(steps, b) if epochs else rows[:, :b]
 
 
-def picked(
+def pick_rows(
     index: np.ndarray, batch_sizes: np.ndarray, sizes: np.ndarray, local: Local
 ) -> tuple[list[np.ndarray | None], np.ndarray]:
     """(the rows of every client that its batches take, int64, ascending; `index` with their places
-    among these). Of a client that could use all of its rows (`Local.rows_used`) None, and its part
+    among these). Of a client that could use all of its rows (`Local.max_rows`) None, and its part
     of `index`: so a client of millions of rows costs what it trains on.
     """
     rows: list[np.ndarray | None] = [None] * len(sizes)
     places = index.copy()
     steps = local.step_counts(sizes)
-    for slot in np.flatnonzero(local.rows_used(sizes) < sizes):
+    for slot in np.flatnonzero(local.max_rows(sizes) < sizes):
         batches = (slot, slice(steps[slot]), slice(batch_sizes[slot]))
         rows[slot], inverse = np.unique(index[batches], return_inverse=True)
         places[batches] = inverse.reshape(index[batches].shape)
     return rows, places
 
 
-def _shuffled(words: np.ndarray) -> np.ndarray:
+def _shuffle_rows(words: np.ndarray) -> np.ndarray:
     """Row numbers shuffled along the last axis by random uint64 `words` (changed in place).
 
     The row's number takes the low bits and the words are sorted. Two rows tie, and then keep their
@@ -119,10 +120,10 @@ def _floyd(uniform: np.ndarray, n: np.ndarray) -> np.ndarray:
     [0, 1), and `n` of each, int64 [k] (Floyd; Bentley 1987).
     """
     count, b = uniform.shape
-    chosen = np.empty((b, count), dtype=np.int64)
+    subsets = np.empty((b, count), dtype=np.int64)
     for k in range(b):
         last = n - b + k
-        drawn = (uniform[:, k] * (last + 1)).astype(np.int64)
-        taken = (chosen[:k] == drawn).any(axis=0)
-        chosen[k] = np.where(taken, last, drawn)
-    return np.sort(chosen.T, axis=-1)
+        candidates = (uniform[:, k] * (last + 1)).astype(np.int64)
+        duplicates = (subsets[:k] == candidates).any(axis=0)
+        subsets[k] = np.where(duplicates, last, candidates)
+    return np.sort(subsets.T, axis=-1)

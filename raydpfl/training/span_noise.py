@@ -38,9 +38,9 @@ trains by its weights and draws z_t in full, as it does where that takes less ti
 rounding, 1e-8 of the variance, is below that of the std in float32. X R_t is in float32: its
 rounding errors fall with l_t^2 as the steps go on, and the rest itself with l_t.
 
->>> spanned_pays(n=20, p=784, outputs=10, bias=True, steps=20, batch=10)
+>>> span_noise_pays(n=20, p=784, outputs=10, bias=True, steps=20, batch=10)
 True
->>> spanned_pays(n=600, p=784, outputs=10, bias=True, steps=50, batch=10)
+>>> span_noise_pays(n=600, p=784, outputs=10, bias=True, steps=50, batch=10)
 False
 """
 
@@ -57,11 +57,11 @@ from raydpfl.training.backends.base import StepNoise
 NORMAL = 50  # products that take as long as a normal
 EXACT = 3  # and as one of two floats in double
 MEMORY = 8  # and as reading and writing a weight
-TOGETHER = 1 << 13  # normals of steps that are drawn together
-NEAR = 1e-6  # squared share of a row outside of the span of the others
+MAX_NORMALS = 1 << 13  # normals of steps that are drawn together
+MIN_SHARE = 1e-6  # squared share of a row outside of the span of the others
 
 
-def spanned_pays(n: int, p: int, outputs: int, bias: bool, steps: int, batch: int) -> bool:
+def span_noise_pays(n: int, p: int, outputs: int, bias: bool, steps: int, batch: int) -> bool:
     """Whether steps in the span of the n rows are faster than by the weights; `span_pays` in C."""
     numbers = outputs * (p + bias)
     products = n * n * (p + bias) // 2
@@ -80,12 +80,12 @@ def responses(linear: LinearRule, lr: float, steps: int) -> tuple[list[float], l
 
     def run(start: float, w: float, v: float, steps: int) -> list[float]:
         """A number w for the weights' part along W_0, `start` at first, or along a gradient."""
-        seen = [w]
+        weights = [w]
         for _ in range(steps):
             v = linear.momentum * v + linear.decay * w + linear.proximal * (w - start)
             w -= lr * v
-            seen.append(w)
-        return seen
+            weights.append(w)
+        return weights
 
     def single(number: float) -> float:
         """Infinite where float32 would be, so that a client that diverged shows it."""
@@ -108,18 +108,18 @@ def triangle(x: np.ndarray) -> np.ndarray | None:
     """L of K = X X^T, float64 [n, n], for rows `x`, float64 [n, p]; its columns are 0 for rows that
     equal an earlier one. None where another row is nearly in the span of those before it.
     """
-    left = x @ x.T
-    lower = np.zeros_like(left)
+    gram = x @ x.T
+    lower = np.zeros_like(gram)
     for r in range(len(x)):
         for s in range(r):
             top = lower[s, s]
-            lower[r, s] = (left[r, s] - lower[r, :s] @ lower[s, :s]) / top if top else 0.0
-        outside = left[r, r] - lower[r, :r] @ lower[r, :r]
-        if not outside >= NEAR * left[r, r]:
+            lower[r, s] = (gram[r, s] - lower[r, :s] @ lower[s, :s]) / top if top else 0.0
+        pivot = gram[r, r] - lower[r, :r] @ lower[r, :r]
+        if not pivot >= MIN_SHARE * gram[r, r]:
             if not (x[:r] == x[r]).all(1).any():
                 return None
-            outside = 0.0
-        lower[r, r] = math.sqrt(outside)
+            pivot = 0.0
+        lower[r, r] = math.sqrt(pivot)
     return lower
 
 
@@ -142,55 +142,56 @@ def step_noises(
     Returns:
         float64 [Q, d].
     """
-    first = layers[0]
+    first_layer = layers[0]
     steps, n = len(responses), len(x)
-    ones = np.ones((n, int(first.bias is not None)))  # for the bias
+    ones = np.ones((n, int(first_layer.bias is not None)))  # for the bias
     rows = np.concatenate([x.astype(np.float64), ones], 1)
-    shape = (n, first.inputs, first.outputs, first.bias is not None)
-    lower = triangle(rows) if spanned_pays(*shape, steps, batch) else None
+    shape = (n, first_layer.inputs, first_layer.outputs, first_layer.bias is not None)
+    lower = triangle(rows) if span_noise_pays(*shape, steps, batch) else None
     if lower is None:
-        return np.stack([noise.of_one(k, noise.d) for k in range(steps)])
-    alive = np.flatnonzero(lower.diagonal())
-    basis = np.linalg.solve(lower[np.ix_(alive, alive)], rows[alive])
+        return np.stack([noise.client_step_noise(k, noise.d) for k in range(steps)])
+    live_rows = np.flatnonzero(lower.diagonal())
+    basis = np.linalg.solve(lower[np.ix_(live_rows, live_rows)], rows[live_rows])
     norms = lengths(responses)
-    numbers = first.outputs * rows.shape[1]
+    numbers = first_layer.outputs * rows.shape[1]
     weights, biases = np.split(
-        norms[0] * noise.of_one(steps, numbers), [first.outputs * first.inputs]
+        norms[0] * noise.client_step_noise(steps, numbers),
+        [first_layer.outputs * first_layer.inputs],
     )
-    columns = weights.reshape(first.outputs, -1).T, biases.reshape(-1, first.outputs)
-    whole = np.concatenate(columns)  # B, [p (+ 1), out]
-    rest = basis @ whole
-    outside = whole - basis.T @ rest
+    columns = weights.reshape(first_layer.outputs, -1).T, biases.reshape(-1, first_layer.outputs)
+    update_noise = np.concatenate(columns)  # B, [p (+ 1), out]
+    span_rest = basis @ update_noise
+    orthogonal_noise = update_noise - basis.T @ span_rest
     noises = np.empty((steps, noise.d))
-    drawn = _drawn(noise, steps, n, first.outputs, noise.d - numbers)
-    for k, (c, (a, later)) in enumerate(zip(responses, drawn, strict=True)):
-        along = c / norms[k] ** 2 * rest + norms[k + 1] / norms[k] * a[alive]
-        rest = rest - c * along
-        values = basis.T @ along + c / norms[0] ** 2 * outside
-        weight, *bias = (view.numpy() for view in first.views(torch.from_numpy(noises[k])))
-        weight[:] = values[: first.inputs].T
+    step_normals = _step_normals(noise, steps, n, first_layer.outputs, noise.d - numbers)
+    for k, (c, (a, later_normals)) in enumerate(zip(responses, step_normals, strict=True)):
+        span_part = c / norms[k] ** 2 * span_rest + norms[k + 1] / norms[k] * a[live_rows]
+        span_rest = span_rest - c * span_part
+        values = basis.T @ span_part + c / norms[0] ** 2 * orthogonal_noise
+        weight, *bias = (view.numpy() for view in first_layer.views(torch.from_numpy(noises[k])))
+        weight[:] = values[: first_layer.inputs].T
         for part in bias:
-            part[:] = values[first.inputs :]
+            part[:] = values[first_layer.inputs :]
         for layer in layers[1:]:
             for view in layer.views(torch.from_numpy(noises[k])):
-                view.copy_(torch.from_numpy(later[: view.numel()]).view_as(view))
-                later = later[view.numel() :]
+                view.copy_(torch.from_numpy(later_normals[: view.numel()]).view_as(view))
+                later_normals = later_normals[view.numel() :]
     return noises
 
 
-def _drawn(
-    noise: StepNoise, steps: int, n: int, outputs: int, others: int
+def _step_normals(
+    noise: StepNoise, steps: int, n: int, outputs: int, later_count: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Of every step a_t [n, outputs], 0 for the last, and the numbers of the later layers, so many
-    `others`. Steps whose numbers are no more than `TOGETHER` are drawn together.
+    `later_count`. Steps whose numbers are no more than `MAX_NORMALS` are drawn together.
     """
-    most = max(1, TOGETHER // (n * outputs + others))
-    for first in range(0, steps, most):
-        count = min(most, steps - first)
-        runs = min(count, steps - 1 - first)
-        drawn = noise.of_one(first, runs * n * outputs + count * others)
-        along, rest = np.split(drawn, [runs * n * outputs])
-        along = along.reshape(n, runs, outputs)
+    max_steps = max(1, MAX_NORMALS // (n * outputs + later_count))
+    for start in range(0, steps, max_steps):
+        count = min(max_steps, steps - start)
+        runs = min(count, steps - 1 - start)
+        normals = noise.client_step_noise(start, runs * n * outputs + count * later_count)
+        span_normals, later_normals = np.split(normals, [runs * n * outputs])
+        span_normals = span_normals.reshape(n, runs, outputs)
         for k in range(count):
-            a = along[:, k] if k < runs else np.zeros((n, outputs))
-            yield a, rest.reshape(count, others)[k]
+            a = span_normals[:, k] if k < runs else np.zeros((n, outputs))
+            yield a, later_normals.reshape(count, later_count)[k]

@@ -25,14 +25,7 @@ from raydpfl.methods.local.sgd import Sgd  # noqa: F401  (the example above)
 from raydpfl.models.shared_and_local import ParameterSplit
 from raydpfl.models.tasks import Classification, Task
 from raydpfl.training.backends import BACKENDS, check_backend
-from raydpfl.training.backends.base import (
-    Block,
-    ChunkData,
-    Starts,
-    StepNoise,
-    Sum,
-    spans,
-)
+from raydpfl.training.backends.base import Block, ChunkData, Starts, StepNoise, Sum, spans
 from raydpfl.training.minibatches import Integers, batches
 
 CLASSES = Classification()
@@ -50,7 +43,7 @@ class Trainer:
     each trained when its block is asked for; else of as many as lie in the cache. A client without
     rows has an update of zeros and the loss NaN; a diverged update comes back as it is. A client's
     bits depend on its rows, key and slot, the shapes C and n and the steps of the chunk's clients
-    (`planned`), not on what else is in the other slots. Arguments:
+    (`planned_steps`), not on what else is in the other slots. Arguments:
 
         parameters: the model, float32 [D], all that is trained.
         x: [C, n, *shape], float32, or integers for a module that takes int64; rows from sizes[i] on
@@ -65,10 +58,10 @@ class Trainer:
         corrections: float32 [C, D], added to every gradient after that.
         starts: where every client starts, if not at `parameters`; what it has trained to is in
             `final` by the time that its block is yielded.
-        drawn: the batches, as `batches` gives them, and `Local.step_counts`, where x holds other
-            rows than all of a client's in their order (`picked`); else they are drawn.
-        planned: int64 [C], the steps of all clients of the chunk, where some of them do not train
-            here (-1 among `clients`), as bits may depend on them; None: as many as any makes.
+        batch_plan: the batches, as `batches` gives them, and `Local.step_counts`, where x holds
+            other rows than all of a client's in their order (`pick_rows`); None: they are drawn.
+        planned_steps: int64 [C], the steps of all clients of the chunk, where some of them do not
+            train here (-1 among `clients`), as bits may depend on them; None: as many as any makes.
         clipped: float64 [C], filled by the time that a slot's block is yielded with the share of
             its (sample, step) pairs whose gradient was longer than `clip` (one that is not finite
             is not); NaN for a slot without rows, and where nothing is clipped.
@@ -116,10 +109,10 @@ class Trainer:
         draws: Integers,
         stds: np.ndarray | None = None,
         corrections: torch.Tensor | np.ndarray | None = None,
-        drawn: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+        batch_plan: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
         clipped: np.ndarray | None = None,
         starts: Starts | None = None,
-        planned: np.ndarray | None = None,
+        planned_steps: np.ndarray | None = None,
         into: Sum | None = None,
     ) -> Iterator[Block]:
         """The clients of a chunk in blocks; the class says what of."""
@@ -130,13 +123,13 @@ class Trainer:
         clients, draws = np.asarray(clients), np.asarray(draws)
         members = clients >= 0
         sizes = np.where(members, sizes, 0)
-        if drawn is None:
-            of = (self.seed, t, clients, draws, sizes, self.local)
-            drawn = *batches(*of, rows=y.shape[1]), self.local.step_counts(sizes)
-        rows, batch_sizes, steps = drawn
+        if batch_plan is None:
+            batch_arguments = (self.seed, t, clients, draws, sizes, self.local)
+            batch_plan = *batches(*batch_arguments, rows=y.shape[1]), self.local.step_counts(sizes)
+        rows, batch_sizes, steps = batch_plan
         # the first batch in the place of those that a client does not make, so that a backend that
         # takes them for all clients reads no other rows
-        beyond = np.arange(rows.shape[1]) >= steps[:, None]
+        padding = np.arange(rows.shape[1]) >= steps[:, None]
         noise = None
         if stds is not None:
             key = (self.noise_seed, t, clients, draws, np.asarray(stds))
@@ -144,35 +137,36 @@ class Trainer:
         if clipped is not None:
             clipped.fill(np.nan)
 
-        def named(slot: int) -> dict[str, int]:
+        def client_key(slot: int) -> dict[str, int]:
             return {"t": t, "client": int(clients[slot]), "draw": int(draws[slot])}
 
         chunk = ChunkData(
-            x=self._here(x),
-            y=self._here(y),
+            x=self._to_device(x),
+            y=self._to_device(y),
             sizes=sizes,
-            index=np.where(beyond[:, :, None], rows[:, :1], rows) if beyond.any() else rows,
+            index=np.where(padding[:, :, None], rows[:, :1], rows) if padding.any() else rows,
             steps=steps,
             batch_sizes=batch_sizes,
             slots=np.flatnonzero(sizes).tolist(),
             lr=self.local.learning_rate(t),
-            generator=lambda slot: torch_stream(self.seed, Purpose.MODULE, **named(slot)),
+            generator=lambda slot: torch_stream(self.seed, Purpose.MODULE, **client_key(slot)),
             clip=self.clip,
-            corrections=None if corrections is None else self._here(corrections),
+            corrections=None if corrections is None else self._to_device(corrections),
             noise=noise,
             clipped=clipped,
             within=self.local.within,
             starts=starts,
-            planned=planned,
+            planned_steps=planned_steps,
             into=into,
         )
         # A copy, in torch's own alignment: how the model is aligned in memory could change the bits
         # of a product.
         parameters = parameters.to(self.device, torch.float32, copy=True)
         idle = np.flatnonzero(members & (sizes == 0))
-        yield from _with_idle(self._trained(parameters, chunk, named), idle, parameters)
+        blocks = self._run_backend(parameters, chunk, client_key)
+        yield from _add_idle_slots(blocks, idle, parameters)
 
-    def _here(self, values: torch.Tensor | np.ndarray) -> torch.Tensor:
+    def _to_device(self, values: torch.Tensor | np.ndarray) -> torch.Tensor:
         """On the device, in int64 or float32."""
         tensor = torch.as_tensor(values)
         dtype = torch.float32 if tensor.is_floating_point() else torch.int64
@@ -183,36 +177,36 @@ class Trainer:
     ) -> np.ndarray:
         """Noises of the steps of one client in round t, float64 [steps, d], with which a plain loop
         comes to its update; `x` [n, *shape] are the rows that its batches take, in their order
-        (`raydpfl.training.minibatches.picked`), and the rest is as for `chunk`.
+        (`raydpfl.training.minibatches.pick_rows`), and the rest is as for `chunk`.
         """
         key = np.array([client]), np.array([draw]), np.array([std])
         noise = StepNoise(self.noise_seed, t, *key, d, torch.device("cpu"))
         return self._backend.noises(noise, x, steps, self.local.learning_rate(t))
 
-    def _trained(
+    def _run_backend(
         self,
         parameters: torch.Tensor,
         chunk: ChunkData,
-        named: Callable[[int], dict[str, int]],
+        client_key: Callable[[int], dict[str, int]],
     ) -> Iterator[Block]:
-        """The backend's blocks; a user's draws are keyed by client (`named`), or by round."""
+        """The backend's blocks; a user's draws are keyed by client (`client_key`), or by round."""
         if not chunk.slots:
             return
         blocks = self._backend.run(parameters, chunk)
         if self._backend.one_by_one:
             for slot in chunk.slots:
-                with self._keyed(**named(slot)):
+                with self._seed_globals(**client_key(slot)):
                     block = next(blocks)
                 yield block
             return
         while True:
-            with self._keyed(t=named(0)["t"], step=1):
-                following = next(blocks, None)
-            if following is None:
+            with self._seed_globals(t=client_key(0)["t"], step=1):
+                next_block = next(blocks, None)
+            if next_block is None:
                 return
-            yield following
+            yield next_block
 
-    def _keyed(self, **name: int) -> AbstractContextManager[None]:
+    def _seed_globals(self, **name: int) -> AbstractContextManager[None]:
         return prng.keyed_globals(self.seed, **name) if self.user_defined else nullcontext()
 
     @property
@@ -226,14 +220,14 @@ class Trainer:
         return self._backend.module
 
 
-def _with_idle(
-    trained: Iterator[Block], idle: np.ndarray, parameters: torch.Tensor
+def _add_idle_slots(
+    blocks: Iterator[Block], idle: np.ndarray, parameters: torch.Tensor
 ) -> Iterator[Block]:
     """The blocks with the `idle` slots, int64, in their places: updates of 0 and losses of NaN."""
     if not len(idle):
-        yield from trained
+        yield from blocks
         return
-    for block in trained:
+    for block in blocks:
         first, last = block.slots[[0, -1]]
         yield from _idle(idle[idle < first], parameters)
         for zeros in _idle(idle[(idle > first) & (idle < last)], parameters):

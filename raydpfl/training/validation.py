@@ -12,31 +12,31 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from raydpfl import models
 from raydpfl.core import prng
-from raydpfl.errors import RAISED, ConfigError, in_line
+from raydpfl.errors import USER_EXCEPTIONS, ConfigError, located_message
 from raydpfl.methods.local.base import Local, Step
 from raydpfl.models.tasks import Form
 
 CLOSE = 1e-4  # relative: rounding gives less than 1e-6 on the few numbers that a rule is tried on
 
 
-def drawn_from(module: nn.Module, form: Form) -> str | None:
+def foreign_generator(module: nn.Module, form: Form) -> str | None:
     """The generator, other than torch's, that a module in training draws from, or None: seen in
     each of a few tries, as other threads may draw too.
     """
-    first = _drawn_once(module, form)
-    same = all(first and _drawn_once(module, form) == first for _ in range(2))
-    return first if same else None
+    name = _trial_generator(module, form)
+    is_same = all(name and _trial_generator(module, form) == name for _ in range(2))
+    return name if is_same else None
 
 
-def _drawn_once(module: nn.Module, form: Form) -> str | None:
+def _trial_generator(module: nn.Module, form: Form) -> str | None:
     with prng.keyed_globals(0):
-        of_python = random.getstate()
-        of_numpy = pickle.dumps(np.random.get_state())
+        python_state = random.getstate()
+        numpy_state = pickle.dumps(np.random.get_state())
         with contextlib.suppress(Exception):  # what it raises it will raise in training too
             copy.deepcopy(module).train()(_inputs(form))
-        if random.getstate() != of_python:
+        if random.getstate() != python_state:
             return "Python's random"
-        return "np.random" if pickle.dumps(np.random.get_state()) != of_numpy else None
+        return "np.random" if pickle.dumps(np.random.get_state()) != numpy_state else None
 
 
 def _inputs(form: Form) -> torch.Tensor:
@@ -53,18 +53,19 @@ def check_loss(module: nn.Module, form: Form) -> None:
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             outputs = copy.deepcopy(module).eval()(inputs)
-    except RAISED:  # it will raise in training too, and be reported with its client
+    except USER_EXCEPTIONS:  # it will raise in training too, and be reported with its client
         return
     # of classes a module may know more than there are
     shape = tuple(outputs.shape[1:]) if form.target.classes else form.outputs
-    y = task.made_up(generator, 4, shape)
+    y = task.random_targets(generator, 4, shape)
     expected = f"a task with a loss for each sample of outputs {list(outputs.shape)}"
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             losses = task.loss(outputs, y)
             singles = [task.loss(outputs[k : k + 1], y[k : k + 1]) for k in range(4)]
-    except RAISED as error:
-        raise ConfigError("data.task.kind", task.kind, f"{expected} ({in_line(error)})") from None
+    except USER_EXCEPTIONS as error:
+        message = located_message(error)
+        raise ConfigError("data.task.kind", task.kind, f"{expected} ({message})") from None
     reason = ""
     if losses.shape != (4,):
         reason = f"for a batch of 4 it gives shape {list(losses.shape)}"
@@ -80,27 +81,27 @@ def check_no_mixing(module: nn.Module, form: Form) -> None:
     """
     for name, layer in module.named_modules():
         kind = type(layer).__name__
-        if isinstance(layer, _BatchNorm) and not models.is_still(layer):
+        if isinstance(layer, _BatchNorm) and not models.has_frozen_buffer(layer):
             remedy = "use GroupNorm: raydpfl.models.group_norm converts it; or model.frozen"
-            raise _mixes(module, f"{name or 'it'} is a {kind} ({remedy})")
+            raise _mixing_error(module, f"{name or 'it'} is a {kind} ({remedy})")
         # of an Embedding: it shortens the rows that it is asked for
         if getattr(layer, "max_norm", None) is not None:
             reason = "with max_norm, which changes its weight with what it is given"
-            raise _mixes(module, f"{name or 'it'} is a {kind} {reason}")
-    tried = copy.deepcopy(module).train()
+            raise _mixing_error(module, f"{name or 'it'} is a {kind} {reason}")
+    trial_module = copy.deepcopy(module).train()
     # what it raises it will raise in training too
     with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():
-        tried(_inputs(form))
-    for kind, named, afterwards in (
-        ("buffer", module.named_buffers(), tried.buffers()),
-        ("parameter", module.named_parameters(), tried.parameters()),
+        trial_module(_inputs(form))
+    for kind, named_tensors, trial_tensors in (
+        ("buffer", module.named_buffers(), trial_module.buffers()),
+        ("parameter", module.named_parameters(), trial_module.parameters()),
     ):
-        for (name, before), after in zip(named, afterwards, strict=True):
+        for (name, before), after in zip(named_tensors, trial_tensors, strict=True):
             if not torch.equal(before, after):
-                raise _mixes(module, f"its {kind} {name} changes with what it is given")
+                raise _mixing_error(module, f"its {kind} {name} changes with what it is given")
 
 
-def _mixes(module: nn.Module, reason: str) -> ConfigError:
+def _mixing_error(module: nn.Module, reason: str) -> ConfigError:
     expected = "a module that mixes no samples, as they are clipped one by one"
     return ConfigError("model", type(module).__name__, f"{expected}; {reason}")
 
@@ -115,18 +116,18 @@ def check_rule(local: Local) -> None:
         raise ConfigError("local.kind", local.kind, expected)
     if local.linear() is not None or local.trains:
         return
-    drawn = prng.stream(0, prng.Purpose.DATA).standard_normal((4, 3, 7))
-    (model, *_), *gradients = torch.from_numpy(drawn).float()
+    normals = prng.stream(0, prng.Purpose.DATA).standard_normal((4, 3, 7))
+    (model, *_), *gradients = torch.from_numpy(normals).float()
     try:
-        together = _steps(local, model, model.repeat(3, 1), gradients)
+        steps = _steps(local, model, model.repeat(3, 1), gradients)
         singles = [
             _steps(local, model, model, [gradient[client] for gradient in gradients])
             for client in range(3)
         ]
-    except RAISED as error:
-        reason = f"whose step can be made; it raised {in_line(error)}"
+    except USER_EXCEPTIONS as error:
+        reason = f"whose step can be made; it raised {located_message(error)}"
         raise ConfigError("local.kind", local.kind, f"a class {reason}") from None
-    if not torch.allclose(together, torch.stack(singles), rtol=CLOSE, atol=CLOSE, equal_nan=True):
+    if not torch.allclose(steps, torch.stack(singles), rtol=CLOSE, atol=CLOSE, equal_nan=True):
         reason = "whose step for clients [C, P] is that for each of them; this one mixes clients, "
         reason += "or draws: let it reduce along dim=-1 alone, with keepdim=True"
         raise ConfigError("local.kind", local.kind, f"a class {reason}")
@@ -153,15 +154,15 @@ def _steps(
     """x after a step along each of the gradients. Raises ValueError for what is no step."""
     state = local.fresh(x)
     for k, gradient in enumerate(gradients):
-        at = Step(k, local.learning_rate(0), model)
+        step = Step(k, local.learning_rate(0), model)
         before = x.clone(), gradient.clone()
-        elsewhere = local.perturb(x, gradient, state, at)
-        after, state = local.step(x, gradient, state, at)
+        perturbed_x = local.perturb(x, gradient, state, step)
+        after, state = local.step(x, gradient, state, step)
         if not (torch.equal(x, before[0]) and torch.equal(gradient, before[1])):
             raise ValueError("it changes what it is given in place")
-        for result in (after, elsewhere):
+        for result in (after, perturbed_x):
             if result.shape != x.shape or result.dtype != x.dtype:
-                gives = f"{result.dtype} {list(result.shape)}"
-                raise ValueError(f"from x {list(x.shape)} it gives {gives}")
-        x = after + (elsewhere - before[0])  # so that neither may depend on other clients
+                description = f"{result.dtype} {list(result.shape)}"
+                raise ValueError(f"from x {list(x.shape)} it gives {description}")
+        x = after + (perturbed_x - before[0])  # so that neither may depend on other clients
     return x

@@ -24,13 +24,13 @@ from raydpfl.audit.bounds import (
     curve_bound,
     gaussian_curve,
     gaussian_pair_epsilon,
-    guesses_for,
     one_run_bound,
     one_run_p_value,
     one_shot,
+    optimal_guess_count,
     refutes,
 )
-from raydpfl.audit.privacy_curve import CERTAIN, least_delta, presence
+from raydpfl.audit.privacy_curve import CERTAIN, delta_lower_bound, presence
 from raydpfl.core import exact_sum
 from raydpfl.core.messages import Grid
 from raydpfl.core.prng import clients_normals
@@ -46,7 +46,7 @@ from raydpfl.simulation.client.chunk_training import ChunkTraining
 from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.recorder import joined
+from raydpfl.simulation.recorder import join_columns
 from raydpfl.simulation.resolution import resolve
 from raydpfl.training.backends import base
 from raydpfl.training.trainer import Trainer
@@ -225,8 +225,8 @@ def test_least_delta_is_near_the_accountants_and_never_above(
     drawn = CERTAIN if law == "full" else presence(cohort / population)
     if law == "with_replacement":
         drawn = presence(1 / population, cohort)
-    assert least_delta(epsilon, mu, drawn, rounds) <= 1e-5 * (1 + 1e-6)
-    assert least_delta(near * epsilon, mu, drawn, rounds) > 1e-5
+    assert delta_lower_bound(epsilon, mu, drawn, rounds) <= 1e-5 * (1 + 1e-6)
+    assert delta_lower_bound(near * epsilon, mu, drawn, rounds) > 1e-5
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_the_lower_bound_is_sound_and_above_30_percent_of_the_claim(epsilon):
     generator = np.random.default_rng(2)
     mus = np.linspace(0.1, 3, 4000)
     mu = float(np.interp(epsilon, gaussian_epsilon(mus, 1e-5), mus))
-    guesses = guesses_for(mu**2 / 2 + mu * generator.standard_normal(2000), 2000, 1e-5)
+    guesses = optimal_guess_count(mu**2 / 2 + mu * generator.standard_normal(2000), 2000, 1e-5)
     right = []
     for _ in range(300):
         inside = generator.random(2000) < 0.5
@@ -441,7 +441,7 @@ def clipped_late(times):
     """Client 7 is clipped at so many bounds."""
     return after(
         Contribution,
-        "bounded",
+        "bounding_factors",
         lambda factors, self, state, slots, norms: (
             factors * np.where(state.chunk.clients[slots] == 7, times, 1)
         ),
@@ -481,7 +481,7 @@ def noise_of_the_next_bound(patch):
 
     def keeping(self, t, cohort):
         total, results = collect(self, t, cohort)
-        self.before = cohort, joined(results)
+        self.before = cohort, join_columns(results)
         return total, results
 
     def late(self, t, total):
@@ -838,5 +838,5 @@ def test_how_many_guesses_are_made_follows_from_what_was_planned_alone():
         observers.visible(inside, product, power, True, 1, planned)
         for power in (planned, 1.2 * planned)
     )
-    assert np.array_equal(one.imagined, other.imagined)
+    assert np.array_equal(one.simulated_evidence, other.simulated_evidence)
     assert not np.array_equal(one.shifts, other.shifts)

@@ -22,7 +22,7 @@ from test_audit import (
 
 from raydpfl import Experiment
 from raydpfl.audit.replay import replay
-from raydpfl.check.example import AROUND, SECTIONS, examples_of
+from raydpfl.check.example import BASE_CONFIG, SECTIONS, examples_of
 from raydpfl.core.modular_sum import ModularSum
 from raydpfl.data.row_readers import ClientTable
 from raydpfl.errors import ConfigError, RunError
@@ -41,12 +41,12 @@ from raydpfl.simulation import privacy_budget
 from raydpfl.simulation.client import actor, contribution
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.client.chunk_training import ChunkTraining
-from raydpfl.simulation.client.contribution import Contribution, Scaled
+from raydpfl.simulation.client.contribution import Contribution, ScaledContribution
 from raydpfl.simulation.client_state import ClientStates
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.noise_monitor import MonitoredNoise
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.recorder import joined
+from raydpfl.simulation.recorder import join_columns
 from raydpfl.simulation.resolution import resolve
 from raydpfl.simulation.sampling_monitor import SamplingMonitor
 from raydpfl.training.backends.base import StepNoise
@@ -97,10 +97,10 @@ def sound(seed):
     draw = random.Random(seed)
     while True:
         tree = {
-            **AROUND,
+            **BASE_CONFIG,
             "seed": draw.randrange(1000),
             "rounds": draw.choice((1, 2, 4, 7)),
-            "data": {**AROUND["data"], **draw.choice(DATA)},
+            "data": {**BASE_CONFIG["data"], **draw.choice(DATA)},
             "model": draw.choice(MODELS),
             "noise": {**draw.choice((*NOISES, *members("noise"))), "delta": 1e-3},
             "privacy": {"accountants": ["pld", "rdp"], "relation": draw.choice(RELATIONS)},
@@ -133,7 +133,7 @@ def test_no_sound_config_is_suspected(seed):
 def test_draws_of_one_client_may_drop_out_one_by_one():
     """A replay of such a config found a monitor that ended the run."""
     monitor = SamplingMonitor(
-        Multinomial(cohort=3, dropout=0.3), Population.balanced(5), np.arange(1, 9), 0, False
+        Multinomial(cohort=3, dropout=0.3), Population.equal_sizes(5), np.arange(1, 9), 0, False
     )
     monitor.check(0, Cohort(np.array([3, 3]), np.array([0, 2]), 1), {})
     with pytest.raises(RunError, match="counted a client's draws wrongly in round 1"):
@@ -158,7 +158,7 @@ def watching(patch, note):
 
     def seeing(self, t, cohort):
         total, results = collect(self, t, cohort)
-        note(self, total, joined(results))
+        note(self, total, join_columns(results))
         return total, results
 
     patch.setattr(Coordinator, "collect", seeing)
@@ -282,13 +282,13 @@ def the_largest_norm_ever_as_a_bound(patch):
         longest[0] = max(longest[0], float(np.nanmax(norms, initial=0.0)))
         return factors / (1 + np.log1p(longest[0]) / 100)
 
-    after(Contribution, "bounded", scaled)(patch)
+    after(Contribution, "bounding_factors", scaled)(patch)
 
 
 # client 23, by a thousandth
 a_bound_that_only_one_client_passes = after(
     Contribution,
-    "bounded",
+    "bounding_factors",
     lambda factors, self, state, slots, norms: (
         factors * np.where(state.chunk.clients[slots] == 23, 1.001, 1.0)
     ),
@@ -379,7 +379,7 @@ def updates_that_know_of_each_other(patch):
             yield replace(block, norms=None)
 
     patch.setattr(ChunkTraining, "blocks", mixed)
-    patch.setattr(actor, "choose", lambda state, training: Scaled)
+    patch.setattr(actor, "choose", lambda state, training: ScaledContribution)
 
 
 def an_account_of_half_the_queries(patch):
@@ -444,7 +444,7 @@ def noise_of_one_client_a_little_smaller(patch):
         return drawn
 
     after(Contribution, "noise", smaller)(patch)
-    patch.setattr(actor, "choose", lambda state, training: Scaled)
+    patch.setattr(actor, "choose", lambda state, training: ScaledContribution)
 
 
 # from the third round on the member itself draws less
@@ -473,7 +473,7 @@ def a_buffer_of_the_client_before(patch):
             yield replace(block, norms=None)
 
     patch.setattr(ChunkTraining, "blocks", mixed)
-    patch.setattr(actor, "choose", lambda state, training: Scaled)
+    patch.setattr(actor, "choose", lambda state, training: ScaledContribution)
 
 
 def a_row_of_the_client_before(patch):
@@ -489,7 +489,11 @@ LAPLACE = {
     "noise": {"kind": "laplace", "multiplier": 3.0, "delta": 1e-3},
     "bounding": {"kind": "clip_l1", "bound": 0.5},
 }
-TINY = {"data": AROUND["data"], "model": AROUND["model"], "selection": AROUND["selection"]}
+TINY = {
+    "data": BASE_CONFIG["data"],
+    "model": BASE_CONFIG["model"],
+    "selection": BASE_CONFIG["selection"],
+}
 TREE = {
     **TINY,
     "noise": {"kind": "tree_gaussian", "multiplier": 2.0},
@@ -592,7 +596,7 @@ def bounded_beyond(most):
     """Updates longer than the bound are sent as they are, if they are no longer than `most`."""
     return after(
         Contribution,
-        "bounded",
+        "bounding_factors",
         lambda factors, self, state, slots, norms: np.where(
             (norms > state.work.bound) & (norms <= most * state.work.bound), 1.0, factors
         ),
@@ -705,7 +709,7 @@ def released_without_its_noise(patch):
     patch.setattr(
         Coordinator,
         "release",
-        lambda self, t, total: self.plan.modular(t, self.state.bound).decode(total),
+        lambda self, t, total: self.plan.modular_sum(t, self.state.bound).decode(total),
     )
 
 

@@ -15,7 +15,7 @@ from raydpfl import run
 from raydpfl.audit import audit
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.weights import Weights
-from raydpfl.privacy import Mechanism, Query, Sampling, guarantees, holding, sentences
+from raydpfl.privacy import Mechanism, Query, Sampling, guarantees, sentences, tightest_guarantees
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.resolution import resolve
 
@@ -126,7 +126,7 @@ def test_a_budget_that_no_rigorous_accountant_can_hold_is_refused():
         resolve(experiment(**uncovered, privacy={"accountants": ["rdp"], "budget": 2.0}))
     assert resolve(
         experiment(**uncovered, privacy={"accountants": ["paper"], "budget": 2.0})
-    ).rigorous == ("pld",)
+    ).rigorous_accountants == ("pld",)
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_the_smallest_of_several_valid_epsilons_is_said_to_hold():
     found = guarantees(
         Mechanism(Sampling("fixed", 1920, 80), queries, 100), "replace_one", 1e-5, participations=12
     )
-    least = holding(found)
+    least = tightest_guarantees(found)
     assert [one.accountant for one in least] == ["pld", "pld"] and len(
         {one.sampling for one in least}
     ) == 2
@@ -258,7 +258,7 @@ def test_an_epsilon_that_no_proof_holds_is_not_calibrated_for(clients):
 
 def test_scaffold_with_a_hidden_cohort_of_fixed_size_is_not_called_rigorous():
     plan = resolve(experiment(local={"kind": "scaffold", "steps": 2, "batch": 10, "lr": 0.1}))
-    assert "scaffold" in plan.mechanism.unproved
+    assert "scaffold" in plan.mechanism.proof_gap
     assert {one.kind for one in plan.guarantees(4, {3: 2}) if "hidden" in str(one.sampling)} == {
         "unproven"
     }
@@ -357,7 +357,9 @@ def test_sums_of_clients_whose_state_holds_their_noise_are_not_called_rigorous(s
     plan = resolve(experiment(local=steps, selection=selection))
     kinds = {(one.observer, one.kind) for one in plan.guarantees(4, {3: 2})}
     assert kinds == {("every aggregate", "unproven"), ("every single update", "rigorous")}
-    assert {one.observer for one in holding(plan.guarantees(4, {3: 2}))} == {"every single update"}
+    assert {one.observer for one in tightest_guarantees(plan.guarantees(4, {3: 2}))} == {
+        "every single update"
+    }
     with pytest.raises(ConfigError, match=r"privacy\.budget.*holds its own; with scaffold"):
         resolve(
             experiment(

@@ -11,8 +11,8 @@ import torch
 from conftest import experiment
 from torch import nn
 
-from raydpfl.check import bounding, check, members_of, render, resolved, selection, sources
-from raydpfl.check.contract import Broken
+from raydpfl.check import bounding, check, members_of, render, resolve_member, selection, sources
+from raydpfl.check.contract import BrokenClause
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Data, Maker, Split, prepare
 from raydpfl.errors import ConfigError
@@ -38,7 +38,7 @@ MEMBERS = [
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_every_member_keeps_the_promises_of_its_family(name):
-    library = getattr(resolved(name)[1], "library", "")
+    library = getattr(resolve_member(name)[1], "library", "")
     if library:
         pytest.importorskip(library)
     found = check(name)
@@ -47,7 +47,9 @@ def test_every_member_keeps_the_promises_of_its_family(name):
 
 
 def test_a_member_is_named_as_configs_and_as_kinds_name_it():
-    assert resolved("bounding:clip") == resolved("bounding.clip") == resolved("clip")
+    assert (
+        resolve_member("bounding:clip") == resolve_member("bounding.clip") == resolve_member("clip")
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -380,7 +382,7 @@ class Tiring(Local):
 LIARS = {
     Leaky: "bound",
     Endless: "bound",
-    Among: "each alone",
+    Among: "client independence",
     OneBackend: "inverse",
     Talkative: "answers",
     Collapsing: "adapt",
@@ -389,21 +391,21 @@ LIARS = {
     Mixing: "rule",
     Tiring: "numbers",
     Half: "std",
-    Shared: "independent",
-    Stinting: "as accounted",
+    Shared: "independence",
+    Stinting: "accounted std",
     Uneven: "mean",
     Favouring: "follows sampling",
     Unrepeatable: "cohorts",
-    Boasting: "no more private than a lone client",
+    Boasting: "lone client bound",
     Boasted: "accounted",
     Undeclared: "columns",
-    Forgetful: "gone on with",
-    Mixed: "each row alone",
-    Idle: "every parameter",
+    Forgetful: "resumption",
+    Mixed: "row independence",
+    Idle: "parameter gradients",
     Chance: "initial parameters",
-    Drawing: "same rows twice",
+    Drawing: "same rows",
     Beyond: "values",
-    Shifted: "any clients",
+    Shifted: "client ranges",
     Remade: "made",
     Wide: "types",
 }
@@ -428,7 +430,7 @@ def test_a_length_that_rounds_to_the_bound_is_shown_with_what_is_above_it():
         def factor(self, norm: float, bound: float) -> float:
             return min(1.0, bound / norm * (1 + 1e-9)) if norm else 1.0
 
-    with pytest.raises(Broken, match=r"with length 0\.50000000\d+, above the bound of 0\.5"):
+    with pytest.raises(BrokenClause, match=r"with length 0\.50000000\d+, above the bound of 0\.5"):
         bounding.bound(SimpleNamespace(member=Barely(bound=0.5)))
 
 
@@ -453,7 +455,7 @@ def test_a_function_that_makes_a_module_is_checked_on_samples_that_are_told():
     wide = ["data.shape=[60]", "data.classes=4"]
     found = check(path, wide)
     assert all(clause.kept for clause in found), render(found)
-    backends = next(clause.finding for clause in found if clause.name == "every backend")
+    backends = next(clause.finding for clause in found if clause.name == "backend agreement")
     assert (
         backends.startswith("a run takes ")
         and "vmap" in backends
@@ -486,7 +488,9 @@ class Sharing(Rows):
 
 def test_a_source_whose_clients_share_samples_must_say_so():
     case = SimpleNamespace(member=Sharing())
-    with pytest.raises(Broken, match=r"rows are of samples that others hold, and overlaps\(\) is"):
+    with pytest.raises(
+        BrokenClause, match=r"rows are of samples that others hold, and overlaps\(\) is"
+    ):
         sources.held_out(case)
 
 

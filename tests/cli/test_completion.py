@@ -66,10 +66,10 @@ def test_kinds_members_and_studies_are_completed():
     assert completion.members("server:y") == ["server:yogi"]
     for words, last in (([":"], "y"), ([], ":")):  # as bash cuts them
         context = SimpleNamespace(params={"member": "server", "overrides": words})
-        assert "yogi" in completion.after_colon(context, last)
+        assert "yogi" in completion.kinds_after_colon(context, last)
     assert completion.studies("002/fig1") == ["002/fig1", "002/fig1-network"]
     assert "all" in completion.studies("")
-    assert completion.of_family("data")("cifar100") == ["cifar100"]
+    assert completion.family_completer("data")("cifar100") == ["cifar100"]
 
 
 def test_the_table_of_fields_is_kept_until_the_code_changes(tmp_path, monkeypatch):

@@ -72,7 +72,7 @@ def test_progress_is_shown_where_it_is_asked_for_and_nowhere_else(tmp_path, caps
     assert "round 4/4  accuracy" in capsys.readouterr().out
     terminal = SimpleNamespace(get_ipython=lambda: SimpleNamespace())  # IPython without a notebook
     monkeypatch.setitem(sys.modules, "IPython", terminal)
-    assert not notebook.cell_is_there()
+    assert not notebook.is_notebook()
 
 
 def test_a_result_shows_what_the_command_says_of_it_and_itself_in_a_line(result, tmp_path):

@@ -57,12 +57,16 @@ def test_a_sweep_is_shown_complete_and_is_that_sweep(name, shown):
     sweep = Sweep.from_dict(tree)
     again = Sweep.from_dict(yaml.safe_load(text))
     assert again.differs(sweep) is None and again.spaces == sweep.spaces
-    assert [*again.listed()] == [*sweep.listed()] if search.get("search") != "optuna" else True
+    assert (
+        [*again.setting_values()] == [*sweep.setting_values()]
+        if search.get("search") != "optuna"
+        else True
+    )
     written = yaml.safe_load(text)
     assert written["local"]["momentum"] == 0.0 and "timeout" in written["sweep"]  # defaults
     said = remarks(text)
     assert said[0].endswith(f"{runs} of 4 rounds.")
-    for line in map(trials.shown, sweep.tried()):
+    for line in map(trials.shown, sweep.probe_values()):
         assert f"  {line}" in said
     assert "All of them make an experiment." in said
 
@@ -106,7 +110,7 @@ def test_only_data_show_that_a_setting_cannot_be_dealt(shown, tmp_path):
     shards = {"kind": "shards", "per_client": {"grid": [5, 200]}}
     tree = {**SMALL, "data": {**SMALL["data"], "partition": shards}}
     assert "All of them make an experiment." in remarks(shown(tree))
-    found = preview("asked.yaml", timed=True)
+    found = preview("asked.yaml", timing=True)
     assert found.refused.field == "data.clients"
     assert "1 of these 2 cannot be run." in remarks(found.text)
 

@@ -49,10 +49,10 @@ def test_what_lives_on_a_terminal_fits_into_eighty_columns_and_a_file_has_plain_
     def show(to):
         with run_display.Display(to, 100_000) as display:
             display._accountants = ["epsilon_rdp"]
-            display._promised = 1500.0
+            display._epsilon_target = 1500.0
             for place in range(3):
                 display.rows([{**ROW, "round": place}])
-            to.print(display._shown())
+            to.print(display._renderable())
 
     lines = printed(show, terminal=True).splitlines()
     assert max(map(len, lines)) <= 80
@@ -68,11 +68,11 @@ def test_what_is_done_before_the_first_round_is_shown_with_the_time_since_the_st
     stages = []
     run(experiment(), tmp_path / "out", on_stage=stages.append)
     assert stages == [runner.PREPARING, runner.FIRST]
-    with run_display.Display(console(), 4, began=0.0) as display:
+    with run_display.Display(console(), 4, start_time=0.0) as display:
         display.stage("starting Ray")
         assert re.fullmatch(r"starting Ray  \d{9,} s", display.state)
         display.stage(runner.FIRST)
-        assert " s in all, " in display.took()
+        assert " s in all, " in display.duration_text()
 
 
 def test_that_an_interrupted_run_stops_is_shown_at_once(tmp_path):
@@ -120,17 +120,17 @@ def test_actors_that_take_long_to_start_are_counted_in_lines_where_no_other_live
 
 def test_the_time_left_is_that_of_the_last_rounds():
     display = run_display.Display(console(), 1000)
-    assert display.left() == ""
+    assert display.remaining_text() == ""
     display._ends.extend([100.0, 102.0, 104.0])
-    display._done = 500
-    assert display.left() == "0:16:40 left"
+    display._rounds_done = 500
+    assert display.remaining_text() == "0:16:40 left"
 
 
 def test_guarantees_are_one_table_of_observers_by_accountants(result):
     text = printed(lambda to: run_display.report(to, result, "5.0 s in all"), terminal=True)
     lines = text.splitlines()
     assert "5.0 s in all." in lines
-    assert f"Epsilon {result.guarantees[0].about()}:" in " ".join(text.split())
+    assert f"Epsilon {result.guarantees[0].terms_text()}:" in " ".join(text.split())
     head = next(line for line in lines if "against an observer of" in line)
     assert head.split()[4:] == ["rdp", "Zhang,", "Das", "2021"]
     rows = [line for line in lines if "every " in line and line.lstrip("> ").startswith("every")]
@@ -146,7 +146,9 @@ def test_no_word_is_broken_on_a_terminal_and_a_command_stays_whole(result):
     report = [line for line in text.splitlines() if str(result.out) not in line]
     assert max(map(len, report)) <= 80
     words = set(re.findall(r"\w+", " ".join(result.summary["sentences"])))
-    for note in run_display.notes(result.guarantees, privacy.holding(result.guarantees)):
+    for note in run_display.notes(
+        result.guarantees, privacy.tightest_guarantees(result.guarantees)
+    ):
         assert set(re.findall(r"\w+", note)) <= set(re.findall(r"\w+", text)) | words
         assert note in " ".join(line.strip() for line in report)
     assert (
@@ -157,25 +159,25 @@ def test_no_word_is_broken_on_a_terminal_and_a_command_stays_whole(result):
 
 def test_the_sentences_of_all_guarantees_stand_in_the_summary(result):
     written = json.loads((result.out / "summary.json").read_text())
-    assert written["sentences"] == privacy.in_words(result.guarantees)
+    assert written["sentences"] == privacy.brief_sentences(result.guarantees)
     assert written["sentences"][0].startswith("epsilon ")
     assert written["sentences"][-1].startswith("Not accounted for: ")
     assert result.guarantees[1].sampling.knows == "cohort known"
 
 
 def test_more_rounds_are_asked_for_with_the_rounds_that_the_noise_is_for(result):
-    more = run_display.following(result)[-1]
+    more = run_display.next_commands(result)[-1]
     assert more.endswith("--resume rounds=8 noise.rounds=4")
     tree = result.experiment.model_copy(update={"noise": TreeGaussian(epsilon=4.0, delta=1e-3)})
-    more = run_display.following(replace(result, experiment=tree))[-1]
+    more = run_display.next_commands(replace(result, experiment=tree))[-1]
     assert (
         f"model.init={shlex.quote(str(result.out))} --out DIR" in more
     )  # its noise is for these rounds
     other = replace(result, summary={**result.summary, "status": "stopped"})
     out = shlex.quote(str(result.out))
-    assert run_display.following(other)[-1].endswith(f"raydpfl run {out} --resume")
+    assert run_display.next_commands(other)[-1].endswith(f"raydpfl run {out} --resume")
     other = replace(result, summary={**result.summary, "reason": "evaluate.stop: ..."})
-    assert "resume" not in "".join(run_display.following(other))
+    assert "resume" not in "".join(run_display.next_commands(other))
 
 
 def guarantee(**changes):
@@ -217,10 +219,10 @@ def test_an_interrupt_says_how_to_go_on_with_what_there_is(tmp_path):
     with pytest.raises(KeyboardInterrupt), exit_codes.resumable(tmp_path / "out"):
         raise KeyboardInterrupt
     said = "interrupted before its first round was done; nothing is left of it"
-    assert exit_codes.interrupted() == said
+    assert exit_codes.interrupt_message() == said
     (tmp_path / "out" / "checkpoints").mkdir(parents=True)
     go_on = f"go on with: raydpfl run {tmp_path / 'out'} --resume"
-    assert exit_codes.interrupted("it failed") == f"interrupted (it failed); {go_on}"
+    assert exit_codes.interrupt_message("it failed") == f"interrupted (it failed); {go_on}"
     with exit_codes.resumable(None, "reproduce"):
         pass
-    assert exit_codes.interrupted() == "interrupted"
+    assert exit_codes.interrupt_message() == "interrupted"

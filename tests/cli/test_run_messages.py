@@ -14,8 +14,8 @@ from conftest import experiment
 from raydpfl import run
 from raydpfl.cli import exit_codes
 from raydpfl.config.registry import load
-from raydpfl.errors import ConfigError, RunError, brief, contained, traceback_text
-from raydpfl.simulation.pool import Inline
+from raydpfl.errors import ConfigError, RunError, brief_traceback, traceback_text, wrap_user_errors
+from raydpfl.simulation.pool import InlinePool
 from raydpfl.simulation.resolution import resolve
 from raydpfl.storage import files
 
@@ -29,7 +29,7 @@ def test_clients_per_second_leaves_evaluation_out(tmp_path, monkeypatch):
             next(ticks)
         return []
 
-    monkeypatch.setattr(Inline, "evaluate", slow)
+    monkeypatch.setattr(InlinePool, "evaluate", slow)
     result = run(experiment(evaluate={"every": 1}), tmp_path / "out")
     rows = result.rounds.to_pylist()
     assert all(row["seconds_evaluate"] >= 1000 for row in rows)
@@ -167,7 +167,7 @@ def test_a_file_that_the_users_code_misses_is_told_with_its_line(
     caller = own_module("reading", READING)
     with pytest.raises(RunError) as failed:
         run(experiment(**sections), tmp_path / "o")
-    said = brief(str(failed.value)).splitlines()
+    said = brief_traceback(str(failed.value)).splitlines()
     assert said[0].startswith(f"{reader}:2: FileNotFoundError: [Errno 2]")
     assert said[2].startswith(f"  called by {caller}:") and said[4] == f"in {hook}, round 0"
 
@@ -175,7 +175,7 @@ def test_a_file_that_the_users_code_misses_is_told_with_its_line(
 def test_a_file_that_the_project_misses_for_a_user_is_not_laid_to_their_code(own_module, tmp_path):
     own_module("asking", "def ask(path):\n    return files.digest(path)\n")
     load("asking:ask", "x").__globals__["files"] = files
-    with pytest.raises(FileNotFoundError), contained():
+    with pytest.raises(FileNotFoundError), wrap_user_errors():
         load("asking:ask", "x")(tmp_path / "nothing")
 
 
@@ -201,7 +201,7 @@ def test_what_is_raised_on_an_actor_is_told_as_here(own_module, tmp_path, shared
     ):
         with pytest.raises(RunError) as failed:
             run(experiment(client={"actors": 1}, **sections), tmp_path / hook)
-        first, _, where, *_ = brief(str(failed.value)).splitlines()
+        first, _, where, *_ = brief_traceback(str(failed.value)).splitlines()
         assert first.startswith(f"{place}:") and where == f"in {hook}"
 
 

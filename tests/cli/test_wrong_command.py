@@ -39,6 +39,6 @@ def test_what_is_of_the_right_kind_keeps_its_own_complaint(place, complain):
 
 
 def test_every_command_that_takes_a_file_or_a_directory_is_known():
-    every = {kind for _, kinds in wrong_command.TAKEN.values() for kind in kinds}
-    assert every == wrong_command.INSTEAD.keys()
+    every = {kind for _, kinds in wrong_command.ACCEPTED_PATHS.values() for kind in kinds}
+    assert every == wrong_command.ADVICE.keys()
     assert set(wrong_command.FILES.values()) <= every

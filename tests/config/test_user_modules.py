@@ -9,7 +9,7 @@ from conftest import experiment, form, refusal
 from test_same_bits import assert_same_bits
 
 from raydpfl import models, run
-from raydpfl.check.runs import carried_out
+from raydpfl.check.runs import run_plan
 from raydpfl.errors import RunError
 from raydpfl.methods.local import Sgd
 from raydpfl.simulation.resolution import resolve
@@ -118,11 +118,11 @@ def test_what_a_module_draws_is_keyed_by_its_client(name, clipped, tmp_path):
     few = {"rounds": 2, "data": {"clients": 12}, "selection": {"cohort": 6}}
     plan = resolve(of(name, **few, **(CLIPPED if clipped else {})))
     seed(1)
-    inline = carried_out(plan, tmp_path / "inline")
+    inline = run_plan(plan, tmp_path / "inline")
     after = states()
     seed(2)
     for actors in (0, 3):
-        assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), inline)
+        assert_same_bits(run_plan(plan, tmp_path / str(actors), actors), inline)
     seed(1)
     assert states() == after
 
@@ -135,7 +135,7 @@ def test_two_processes_give_what_one_gives(tmp_path, shared_ray):
 
 def test_clients_draw_numbers_of_their_own(tmp_path):
     differ = [
-        carried_out(resolve(of("Numpy", seed=seed)), tmp_path / str(seed)).parameters()
+        run_plan(resolve(of("Numpy", seed=seed)), tmp_path / str(seed)).parameters()
         for seed in (1, 2)
     ]
     assert not np.array_equal(*differ)
@@ -154,7 +154,7 @@ def test_a_module_that_keeps_something_is_refused_before_the_run(name, tmp_path)
 @pytest.mark.parametrize("actors", [None, 2])
 def test_a_module_whose_state_shows_in_training_ends_the_run_by_name(name, actors, tmp_path):
     with pytest.raises(RunError, match=f"model.kind own_modules:{name} keeps something"):
-        carried_out(resolve(of(name, client={"backend": "loop"})), tmp_path / "out", actors)
+        run_plan(resolve(of(name, client={"backend": "loop"})), tmp_path / "out", actors)
 
 
 def test_a_module_that_draws_is_trained_by_the_loop_and_by_no_way_that_takes_a_chunk_at_once():
@@ -171,9 +171,9 @@ def test_a_learning_rate_that_is_drawn_is_refused(tmp_path):
 
 def test_a_bounding_that_draws_is_keyed_by_its_client(tmp_path):
     plan = resolve(experiment(bounding={"kind": "own_modules:Loose", "bound": 1.0}))
-    inline = carried_out(plan, tmp_path / "inline")
+    inline = run_plan(plan, tmp_path / "inline")
     for actors in (0, 3):
-        assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), inline)
+        assert_same_bits(run_plan(plan, tmp_path / str(actors), actors), inline)
 
 
 def test_the_error_is_one_line(tmp_path, complain):

@@ -102,7 +102,7 @@ def test_logarithms_sines_and_cosines_are_exact_to_two_units_in_the_last_place()
     log = prng._minus_two_logarithms(some)
     r = (np.pi / 4 * places[1:]).astype(np.float32)
     z = r * r
-    sine = prng._fused(prng._polynomial(z, prng._SINE) * z, r, r)
+    sine = prng._fma(prng._polynomial(z, prng._SINE) * z, r, r)
     cosine = prng._polynomial(z, prng._COSINE)
     angle = r.astype(np.float64)
     true = np.sin(angle), np.cos(angle), -2 * np.log(some.astype(np.float64) * 2.0**-31)
@@ -110,13 +110,13 @@ def test_logarithms_sines_and_cosines_are_exact_to_two_units_in_the_last_place()
         assert (np.abs(found - exact) <= 2 * np.spacing(np.float32(exact))).all()
 
 
-def test_a_fused_multiply_add_is_rounded_once_where_its_sum_in_double_is_halfway():
+def test_a_fma_is_rounded_once_where_its_sum_in_double_is_halfway():
     """1 + 2^-24 + 2^-56, as 641 6700417 = 2^32 + 1; 1 + 2^-23 + 2^-24 - 2^-70; and 1 + 2^-24."""
     u = 2.0**-23
     a = np.float32([641, -641, 1 - u, 1])
     b = np.float32([6700417 * 2.0**-56, 6700417 * 2.0**-56, (1 + u) / 2**24, 2.0**-24])
     c = np.float32([1, -1, 1 + u, 1])
-    np.testing.assert_array_equal(prng._fused(a, b, c), np.float32([1 + u, -1 - u, 1 + u, 1]))
+    np.testing.assert_array_equal(prng._fma(a, b, c), np.float32([1 + u, -1 - u, 1 + u, 1]))
 
 
 def test_the_angles_go_round_the_circle_in_equal_steps():

@@ -23,7 +23,7 @@ from raydpfl.core.messages import Grid
 from raydpfl.core.prng import Purpose, clients_normals
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.local import Sgd
-from raydpfl.runtime.worker import ready
+from raydpfl.runtime.worker import start_worker
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.resolution import resolve
 from raydpfl.training.backend_choice import choose_backend
@@ -168,11 +168,11 @@ def test_batches_are_those_that_sorted_words_give(most, batch, made, monkeypatch
     sizes[3] = most
     who = (np.sort(generator.integers(0, 90, 12)), generator.integers(0, 3, 12))
     asked = []
-    shuffled = native.shuffled
-    monkeypatch.setattr(native, "shuffled", lambda *given: asked.append(shuffled(*given)))
+    shuffled = native.shuffle_rows
+    monkeypatch.setattr(native, "shuffle_rows", lambda *given: asked.append(shuffled(*given)))
     batches(4, 2**33, *who, sizes, local)
     assert asked == [most <= native.RANKED]
-    monkeypatch.setattr(native, "shuffled", shuffled)
+    monkeypatch.setattr(native, "shuffle_rows", shuffled)
     index, batch_sizes = batches(4, 2**33, *who, sizes, local)
     monkeypatch.setattr(native, "library", lambda: None)
     expected, rows = batches(4, 2**33, *who, sizes, local)
@@ -335,7 +335,7 @@ def test_a_clients_own_rows_tell_whether_its_first_layer_is_in_their_span(featur
     index[:, :, 1] = 1
     drawn = index, np.full(6, 2), np.full(6, 6)
     trainer = Trainer(module, Sgd(steps=6, batch=2), backend="compiled", seed=0)
-    who = {"t": 0, "clients": range(6), "draws": [0] * 6, "drawn": drawn}
+    who = {"t": 0, "clients": range(6), "draws": [0] * 6, "batch_plan": drawn}
     chunk = trainer.chunk(models.flatten(module), x, y, sizes, **who)
     found = torch.cat([block.updates for block in chunk]).isnan().any(1).tolist()
     assert found == [in_span(size, features, 5, 2, 6) for size in sizes]
@@ -547,7 +547,7 @@ def test_where_nothing_may_be_run_from_a_folder_another_is_asked_for(no_compiler
     def opened(*given):
         raise OSError("/tmp/kernels.so: failed to map segment from shared object")
 
-    monkeypatch.setattr(native, "_opened", opened)
+    monkeypatch.setattr(native, "_open_library", opened)
     assert native.library_or_reason().endswith(
         "; name a folder in TMPDIR that code may be run from"
     )
@@ -563,7 +563,7 @@ def test_without_a_library_in_the_cache_a_process_compiles_its_own(
     monkeypatch.setenv("CC", "cc")
     names = []
     with monkeypatch.context() as looking:
-        looking.setattr(native, "_opened", lambda command, name: names.append(name))
+        looking.setattr(native, "_open_library", lambda command, name: names.append(name))
         native.library_or_reason()
     elsewhere = no_compiler / "elsewhere"
     monkeypatch.setenv("RAYDPFL_CACHE", str(elsewhere))
@@ -626,11 +626,11 @@ def test_a_library_that_another_could_have_put_there_is_not_loaded_but_compiled_
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
     shutil.copytree(shelved.parent, tmp_path / "native")
     path = tmp_path / "native" / shelved.name
-    assert native._sound(path) is not None
+    assert native._load_verified(path) is not None
     with monkeypatch.context() as within:
         DAMAGES[how](path, within)
         with pytest.raises(OSError):
-            kernel_build.loaded(path)
+            kernel_build.load_library(path)
     if "folder" in how or (os.geteuid() != 0 and "another" in how):
         return  # nothing can be put there; to be owned by another takes root
     made = []
@@ -642,8 +642,8 @@ def test_a_library_that_another_could_have_put_there_is_not_loaded_but_compiled_
             os.replace(tmp_path / "made", to.parent / name)
 
     monkeypatch.setattr(kernel_build, "compiled", again)
-    assert native._opened([], path.name) is not None
-    assert made == [path] and native._sound(path) is not None
+    assert native._open_library([], path.name) is not None
+    assert made == [path] and native._load_verified(path) is not None
 
 
 @pytest.mark.slow
@@ -659,18 +659,18 @@ def test_a_library_that_draws_a_hundredth_of_the_noise_is_not_loaded(tmp_path, m
     command = kernel_build.command(torch.backends.cpu.get_cpu_capability())
     path = tmp_path / "native" / "kernels.so"
     kernel_build.compiled(["-O0" if each == "-O2" else each for each in command], path)
-    kernel_build.loaded(path)  # it is owned and sealed as it should
+    kernel_build.load_library(path)  # it is owned and sealed as it should
     with pytest.raises(OSError, match="computes something else"):
-        native._sound(path)
+        native._load_verified(path)
 
 
 def test_what_a_library_is_to_compute_is_what_numpy_computes():
     names = np.arange(15, dtype=np.uint64).reshape(3, 5)
     drawn = np.empty((3, 2 * native.CHECKED), np.float32)
-    prng._in_numpy(names, np.array([1.0, 0.5, 3.0], np.float32), drawn)
+    prng._numpy_normals(names, np.array([1.0, 0.5, 3.0], np.float32), drawn)
     lengths = np.array([native._norm(row.astype(np.float64)) for row in drawn])
     total = np.zeros(2 * native.CHECKED)
-    assert native._added(total, drawn, 2.0**-30, 2.0**20, lengths, None)
+    assert native._add_in_numpy(total, drawn, 2.0**-30, 2.0**20, lengths, None)
     computed = b"".join(each.tobytes() for each in (drawn, lengths, total))
     assert hashlib.sha256(computed).hexdigest() == native.COMPUTED
 
@@ -687,7 +687,7 @@ def test_a_node_without_a_compiler_is_named_with_what_to_do(
         plan = resolve(experiment(client={"backend": "compiled"}))
     native.library_or_reason.cache_clear()
     with pytest.raises(ConfigError, match=r"on node .*install a C compiler") as error:
-        ready(ClientActor(), pickle.dumps(plan.experiment), str(plan.shards), ())
+        start_worker(ClientActor(), pickle.dumps(plan.experiment), str(plan.shards), ())
     assert error.value.field == "client.backend" and socket.gethostname() in str(error.value)
 
 

@@ -65,7 +65,7 @@ def test_torchvision_sets_are_read_in_torchvisions_layout(tmp_path):
     for prefix in ("emnist-digits-train", "emnist-digits-test"):
         write_idx(tmp_path / "EMNIST" / "raw", prefix, images, labels)
     described = data.parse({"kind": "mnist", "clients": 2})
-    assert [name for name, *_ in described.identity(tmp_path)] == list(Mnist.stored)
+    assert [name for name, *_ in described.identity(tmp_path)] == list(Mnist.file_names)
     assert data.Shards.open(data.prepare(described, 0, tmp_path)).describe()["samples"] == 30
     mnist = described.samples(0, tmp_path)
     assert np.array_equal(mnist.x[:, 0], images) and np.array_equal(mnist.test_y, labels)
@@ -484,4 +484,4 @@ def test_a_download_that_breaks_off_leaves_nothing_and_a_whole_one_is_put_in_pla
     downloaded(monkeypatch)
     assert data.fetch("mnist", root) == root
     files = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
-    assert files == {*data.FAMILY["mnist"].stored, "MNIST/mine.txt"}
+    assert files == {*data.FAMILY["mnist"].file_names, "MNIST/mine.txt"}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from conftest import experiment, form, messages, refusal
 
 from raydpfl import data, models, run
-from raydpfl.check.runs import carried_out
+from raydpfl.check.runs import run_plan
 from raydpfl.data import Shards
 from raydpfl.methods.local import Sgd
 from raydpfl.simulation.plan import Plan
@@ -45,7 +45,7 @@ def play(tmp_path, **keys):
 
 def test_a_play_has_a_client_for_each_speaker_and_the_next_character_for_a_target(tmp_path):
     described = data.parse(play(tmp_path))
-    written = described.written(None)
+    written = described.texts_by_client(None)
     assert written["A B"] == "hello there\nyou, say:\nno\n\nand so on and on"
     assert written["D"] == "" and set(written) == {"A B", "Cob", "D"}
     shards = Shards.open(data.prepare(described, 0))
@@ -71,9 +71,9 @@ def test_names_may_have_to_stand_apart_and_an_alphabet_may_be_given(tmp_path):
     path = tmp_path / "verse.txt"
     path.write_text(with_verse)
     found = data.parse(play(tmp_path, path=str(path)))
-    assert "Say" in found.written(None)
+    assert "Say" in found.texts_by_client(None)
     found = data.parse(play(tmp_path, path=str(path), apart=True))
-    assert set(found.written(None)) == {"A B", "Cob"}
+    assert set(found.texts_by_client(None)) == {"A B", "Cob"}
     short = data.parse(play(tmp_path, characters="abcdefghijklmno"))
     samples = short.samples(0, None)
     assert samples.target.classes == 15 and samples.tokens == 16 and not short.exclusions
@@ -104,7 +104,7 @@ def test_a_table_of_texts_is_read_by_client(suffix, tmp_path):
         columns = {"who": [a for a, _ in rows], "post": [b for _, b in rows]}
         pq.write_table(pa.table(columns), path)
     described = data.parse(play(tmp_path, path=str(path), text="post", client="who"))
-    assert described.written(None) == {"ann": "hello, again\ngood\nbye", "bob": "yes"}
+    assert described.texts_by_client(None) == {"ann": "hello, again\ngood\nbye", "bob": "yes"}
 
 
 def test_clients_with_few_rows_are_left_out_and_of_many_rows_some_are_drawn(tmp_path):
@@ -223,6 +223,6 @@ def test_private_runs_on_text_have_the_same_bits_wherever_they_are_carried_out(
 ):
     asked = text_experiment(tmp_path, kind, bounding={"kind": bounding, "bound": 0.5})
     plan = resolve(asked)
-    one, *others = (carried_out(plan, tmp_path / f"{n}", n) for n in (None, 2, 0))
+    one, *others = (run_plan(plan, tmp_path / f"{n}", n) for n in (None, 2, 0))
     for other in others:
         assert all(map(np.array_equal, one.totals, other.totals))

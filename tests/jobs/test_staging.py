@@ -38,7 +38,7 @@ def here(tmp_path, monkeypatch):
 def packed(tree: dict, here: Path, *overrides: str, there: bool = False) -> tuple:
     """The config that is sent in the place of this one, and the files."""
     tree = overridden(tree, overrides)
-    return packaging.packed(tree, [Experiment.from_dict(tree)], here, there=there)
+    return packaging.pack(tree, [Experiment.from_dict(tree)], here, files_on_cluster=there)
 
 
 def sent(here: Path, kind: str = "pkg.deep.mine:Own") -> set[str]:
@@ -189,7 +189,7 @@ def test_files_in_search_spaces_go_along(here):
     tree["data"] = tree["data"] | {"train": {"grid": ["t.npz", "u.npz"]}}
     (here / "s.yaml").write_text(yaml.safe_dump(tree))
     asked = packaging.read("s.yaml")
-    new, files = packaging.packed(asked.tree, asked.experiments, here)
+    new, files = packaging.pack(asked.tree, asked.experiments, here)
     assert asked.command == "sweep" and len(files) == 2
     assert sorted(new["data"]["train"]["grid"]) == sorted(files)
     assert Sweep.from_dict(new).size == 2

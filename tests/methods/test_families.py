@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from raydpfl.check.contract import Broken
+from raydpfl.check.contract import BrokenClause
 from raydpfl.check.example import Example
 from raydpfl.check.scales import scales
 from raydpfl.core import exact_sum, prng
@@ -42,7 +42,9 @@ class Single(bounding.Clip):
 
 def test_squares_in_float32_break_the_contract_and_a_user_defined_bound_has_the_same_range():
     name = f"{__name__}:Single"
-    with pytest.raises(Broken, match="a vector of size 1e-9 is sent with norm 1e-12, above 1e-12"):
+    with pytest.raises(
+        BrokenClause, match="a vector of size 1e-9 is sent with norm 1e-12, above 1e-12"
+    ):
         scales(Example("bounding", {"kind": name, "bound": 1.0}))
     for bound in (1e-25, 1e16):
         with pytest.raises(ConfigError, match=r"bounding.bound = .*: .*a number from 1e-12 to"):

@@ -17,8 +17,8 @@ from scipy.optimize import linprog, minimize
 from raydpfl import models, run
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
-from raydpfl.methods.probes.clipping import BoundingProbe, of_bounding
-from raydpfl.methods.probes.heterogeneity import measured
+from raydpfl.methods.probes.clipping import BoundingProbe, round_columns
+from raydpfl.methods.probes.heterogeneity import measure_clients
 from raydpfl.methods.probes.trajectory import together
 from raydpfl.methods.selection.privacy_aware_solver import solve
 from raydpfl.privacy import budget_variance
@@ -35,7 +35,7 @@ def path_of(run: Path, d: int) -> np.ndarray:
 
 
 def heterogeneity_of(*asked, **more) -> dict:
-    work = measured(*asked, **more)
+    work = measure_clients(*asked, **more)
     while True:
         try:
             next(work)
@@ -124,8 +124,8 @@ def test_signal_angles_and_noise_of_every_client_are_those_of_their_definitions(
 def test_a_client_that_failed_is_left_out_of_the_signal():
     columns = {"norm": np.array([1.0, 3.0, np.nan]), "bounded_norm": np.array([1.0, 3.0, 0.0])}
     columns["noise_norm"] = np.array([2.0, 2.0, 2.0])
-    assert of_bounding(columns, None)["snr"] == 1.0
-    assert of_bounding({name: each[2:] for name, each in columns.items()}, None)["snr"] is None
+    assert round_columns(columns, None)["snr"] == 1.0
+    assert round_columns({name: each[2:] for name, each in columns.items()}, None)["snr"] is None
 
 
 def turns_of(run: Path) -> np.ndarray:
@@ -187,7 +187,7 @@ def test_the_norm_of_the_expected_update_is_not_that_of_the_mean_of_a_few():
     sums = torch.from_numpy(updates.sum(0))
     squares = (updates**2).sum((0, 2))
     sent = SimpleNamespace(again=lambda repeats: (sums, squares))
-    found = BoundingProbe(repeats=4)._expected(sent)
+    found = BoundingProbe(repeats=4)._expected_norms(sent)
     assert np.mean(found**2) == pytest.approx(100, abs=1.2)  # 5 of these: 6e-7 of all seeds
 
 

@@ -17,10 +17,10 @@ from raydpfl.data import Data, Shards, Split
 from raydpfl.errors import BudgetError, ConfigError
 from raydpfl.methods.noise.keyed_noise import query_noise
 from raydpfl.methods.selection import FAMILY
-from raydpfl.methods.selection.power_of_choice import successive
+from raydpfl.methods.selection.power_of_choice import successive_sample
 from raydpfl.methods.weights import Weights
 from raydpfl.models.tasks.regression import Regression
-from raydpfl.privacy import holding
+from raydpfl.privacy import tightest_guarantees
 from raydpfl.simulation import planned_guarantee
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
@@ -307,7 +307,7 @@ def test_000_001_and_003_have_their_papers_noise_and_the_exact_one_at_one_epsilo
         first = {}
         for each in guarantees:
             first.setdefault(each.accountant, each)
-        assert {each.accountant for each in holding(guarantees)} == {"pld"}
+        assert {each.accountant for each in tightest_guarantees(guarantees)} == {"pld"}
         assert first[formula].kind == "paper" and first["pld"].kind == "rigorous"
         said[calibration] = first
     assert said["paper"][formula].epsilon == pytest.approx(2.0, rel=1e-6)
@@ -393,7 +393,7 @@ def test_noise_for_the_chosen_is_that_of_a_blind_choice_among_the_candidates():
     blind = np.zeros(12, np.int64)
     candidates = np.zeros(12, np.int64)
     for t in range(4):
-        drawn = successive(stream(chosen.seed, Purpose.COHORT, t=t), plan.population, 6)
+        drawn = successive_sample(stream(chosen.seed, Purpose.COHORT, t=t), plan.population, 6)
         blind[drawn[:2]] += 1
         candidates[drawn] += 1
     counts = np.maximum(blind, candidates > 0)
@@ -572,7 +572,7 @@ def test_noise_by_the_printed_formula_is_printed_with_the_epsilon_that_was_asked
     plan = resolve(asked)
     printed = plan.guarantees(12, plan.participations(12))[-1]
     assert printed.kind == "paper" and printed.epsilon == pytest.approx(5.0)
-    answer = planned_guarantee.of_config(asked).answers[-1]
+    answer = planned_guarantee.planned_budget(asked).answers[-1]
     assert answer.noise_multiplier == pytest.approx(plan.mechanism.noise_multiplier)
 
 

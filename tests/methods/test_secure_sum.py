@@ -8,7 +8,7 @@ from conftest import experiment, messages, refusal
 
 from raydpfl import Experiment
 from raydpfl.audit import audit
-from raydpfl.check.runs import Watched, carried_out
+from raydpfl.check.runs import RecordingCoordinator, run_plan
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.experiment import overridden
 from raydpfl.methods.noise.secure_sum import DiscreteGaussian, Skellam
@@ -36,7 +36,7 @@ def of(kind, **fields):
 def test_a_run_says_how_its_sums_were_taken_and_is_that_of_exact_sums(kind, tmp_path):
     """The released sum is the clients' plus noise of the std that was asked for: 0.5 times z."""
     plan = resolve(of(kind, bits=14))
-    run = carried_out(plan, tmp_path / "run")
+    run = run_plan(plan, tmp_path / "run")
     said = run.finish("completed", save=True)["secure_sums"]
     assert said["bits"] == 14 and said["bits_sent"] == 14 * plan.d and said["wrapped"] == 0
     assert said["repeatable"] and 1 <= said["sensitivity"] < 1.1
@@ -45,11 +45,11 @@ def test_a_run_says_how_its_sums_were_taken_and_is_that_of_exact_sums(kind, tmp_
     quiet = resolve(of(kind, multiplier=1.0, bits=32))
     lattice = replace(quiet.mechanism.integer.lattice(1.0), std=1e-3)
     quiet.__dict__["lattice"] = lattice
-    exact = carried_out(quiet, tmp_path / "quiet", until=1)
-    plain = carried_out(
-        resolve(experiment(**{**TINY, "noise": {"kind": "none"}})), tmp_path / "plain", until=1
+    exact = run_plan(quiet, tmp_path / "quiet", stop_round=1)
+    plain = run_plan(
+        resolve(experiment(**{**TINY, "noise": {"kind": "none"}})), tmp_path / "plain", stop_round=1
     )
-    sums = quiet.modular(0, 0.5)
+    sums = quiet.modular_sum(0, 0.5)
     total = exact.totals[0]
     np.testing.assert_allclose(sums.decode(total), plain.totals[0], atol=20 * sums.step)
 
@@ -61,7 +61,7 @@ def test_sums_too_wide_for_their_bits_wrap_around_and_are_counted(tmp_path):
     lattice = plan.lattice
     finer = {"step": lattice.step / 16, "square": lattice.square * 300, "std": lattice.std * 16}
     plan.__dict__["lattice"] = replace(lattice, **finer)
-    run = carried_out(plan, tmp_path)
+    run = run_plan(plan, tmp_path)
     wrapped = run.finish("completed", save=True)["secure_sums"]["wrapped"]
     half = 2.0**7
     beyond = sum(int(((total < -half) | (total >= half)).sum()) for total in run.totals)
@@ -74,25 +74,25 @@ def test_sums_too_wide_for_their_bits_wrap_around_and_are_counted(tmp_path):
 def test_one_client_moves_no_sum_by_more_than_was_accounted_for(kind, tmp_path):
     """The same keys, one client's data replaced: exact sums of integers, without noise."""
     plan = resolve(of(kind))
-    whole = carried_out(plan, tmp_path / "whole", until=1)
+    whole = run_plan(plan, tmp_path / "whole", stop_round=1)
     rows = whole.shards
     assert rows is not None
     client = int(whole.columns[0]["client"][0])
 
-    class Other(Watched):
+    class Other(RecordingCoordinator):
         def collect(self, t, cohort):
             chunked = self.pool.client.contribution
 
             def contribution(state):
                 added = chunked(state)
-                before = added.unbounded
+                before = added.unbounded_vectors
 
                 def unbounded(state, slots, updates):
                     vectors = before(state, slots, updates)
                     vectors[state.chunk.clients[slots] == client] *= -1e6
                     return vectors
 
-                added.unbounded = unbounded
+                added.unbounded_vectors = unbounded
                 return added
 
             self.pool.client.contribution = contribution
@@ -117,7 +117,7 @@ def test_noise_of_the_system_is_another_every_time_and_no_resume_takes_it_for_th
 ):
     mine = of(kind, source="system")
     plan = resolve(mine)
-    models = [carried_out(plan, tmp_path / name, until=1).parameters() for name in "ab"]
+    models = [run_plan(plan, tmp_path / name, stop_round=1).parameters() for name in "ab"]
     assert not np.array_equal(*models)
     with pytest.raises(ConfigError, match=r"--resume = True: expected --fresh-noise as well"):
         check_repeatable(mine, False)
@@ -153,7 +153,7 @@ class Seldom(Skellam):
 def test_integer_noise_of_ones_own_that_is_not_what_was_accounted_for_ends_a_run(cls, tmp_path):
     mine = of(f"{__name__}:{cls.__name__}")
     with pytest.raises(RunError, match=r"noise .* in round \d+ .* was accounted for"):
-        carried_out(resolve(mine), tmp_path)
+        run_plan(resolve(mine), tmp_path)
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_integer_noise_of_ones_own_that_is_sound_is_let_pass(kind, tmp_path):
         "Sound", (Skellam if kind == "skellam" else DiscreteGaussian,), {"__module__": __name__}
     )
     globals()["Sound"] = cls
-    run = carried_out(resolve(of(f"{__name__}:Sound")), tmp_path)
+    run = run_plan(resolve(of(f"{__name__}:Sound")), tmp_path)
     assert run.position() == 3
 
 

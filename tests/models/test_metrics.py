@@ -11,7 +11,7 @@ from conftest import batches, messages, refusal
 
 from raydpfl import Experiment, run
 from raydpfl.check import check
-from raydpfl.check.runs import Watched
+from raydpfl.check.runs import RecordingCoordinator
 from raydpfl.data import Shards
 from raydpfl.models import metric_columns, metrics, tasks
 from raydpfl.models.metrics import Metric
@@ -33,14 +33,14 @@ def value(metric: Any, form: Form, outputs: Any, y: Any, width: int = 30) -> flo
     (made,) = metrics.parse([metric])
     outputs = torch.as_tensor(outputs, dtype=torch.float32)
     batches = zip(outputs.split(width), torch.as_tensor(y).split(width), strict=True)
-    return made.value(made.joined([made.sums(form, *each).double().numpy() for each in batches]))
+    return made.value(made.merge([made.sums(form, *each).double().numpy() for each in batches]))
 
 
 def made_up(form: Form, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs with ties, and targets; of classes one that few samples have."""
     drawn = np.random.default_rng(seed)
     outputs = torch.from_numpy(drawn.integers(-4, 5, (ROWS, *form.outputs)) / 2).float()
-    return outputs, form.task.made_up(drawn, ROWS, form.outputs)
+    return outputs, form.task.random_targets(drawn, ROWS, form.outputs)
 
 
 def test_perplexity_leaves_out_positions_that_do_not_count_whatever_their_scores():
@@ -240,7 +240,7 @@ class Brier(Metric):
 class Last(Brier):
     """Looks at the last batch alone."""
 
-    def joined(self, parts: Any) -> np.ndarray:
+    def merge(self, parts: Any) -> np.ndarray:
         return parts[-1]
 
 
@@ -261,7 +261,7 @@ def test_an_own_metric_is_named_by_import_path_and_has_its_column(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lie", "broken"), [("Last", "batches"), ("Upside", "better")])
+@pytest.mark.parametrize(("lie", "broken"), [("Last", "batches"), ("Upside", "direction")])
 def test_a_metric_that_lies_is_caught(lie, broken):
     found = check(f"{__name__}:{lie}")
     assert {clause.name for clause in found if not clause.kept} == {broken}
@@ -339,11 +339,11 @@ def test_the_mode_says_which_way_is_better():
 
 
 def test_whether_a_run_is_over_takes_no_look_at_all_its_rounds(tmp_path, monkeypatch):
-    coordinator = Watched(resolve(stopping()), str(tmp_path))
+    coordinator = RecordingCoordinator(resolve(stopping()), str(tmp_path))
     coordinator.start()
     coordinator.round()
     monkeypatch.delattr(StoredTable, "arrow")
-    while not coordinator.over():
+    while not coordinator.stop_reason():
         coordinator.round()
     assert 2 < coordinator.position() < 40
 

@@ -253,7 +253,7 @@ def test_noise_of_clients_own_budgets_does_not_go_on(tmp_path):
     with refusal(r"rounds = 3: expected 2, .*model\.init=.*/run, with noise") as no:
         run(Experiment.from_dict({**begun.to_dict(), "rounds": 3}), tmp_path / "run", resume=True)
     assert "noise.rounds" not in str(no.value)
-    (told,) = (line for line in run_display.following(first) if "more rounds" in line)
+    (told,) = (line for line in run_display.next_commands(first) if "more rounds" in line)
     assert told.endswith(f"/run/config.yaml model.init={tmp_path / 'run'} --out DIR")
     init = f"model.init={tmp_path / 'run'}"
     after = run(Experiment.from_yaml(tmp_path / "run" / "config.yaml", [init]), tmp_path / "more")

@@ -11,7 +11,7 @@ from conftest import experiment, form, refusal
 from torch import nn
 
 from raydpfl import models, run
-from raydpfl.check.runs import carried_out
+from raydpfl.check.runs import run_plan
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.methods.local import Sgd
 from raydpfl.models import tasks
@@ -84,7 +84,7 @@ def rows(of: tasks.Form):
     generator = stream(3, Purpose.DATA)
     count = len(SIZES) * max(SIZES)
     x = of.inputs(count, generator)
-    y = of.task.made_up(generator, count, of.outputs)
+    y = of.task.random_targets(generator, count, of.outputs)
     return (each.view(len(SIZES), max(SIZES), *each.shape[1:]) for each in (x, y))
 
 
@@ -199,7 +199,7 @@ def test_a_run_on_sequences_has_the_same_bits_wherever_it_is_carried_out(tmp_pat
         evaluate={"every": 2, "validation": 0.3},
     )
     plan = resolve(asked)
-    runs = [carried_out(plan, tmp_path / str(actors), actors) for actors in (None, 0, 2)]
+    runs = [run_plan(plan, tmp_path / str(actors), actors) for actors in (None, 0, 2)]
     scores = [
         pq.read_table(each.out / "rounds.parquet")["validation_accuracy"].to_pylist()
         for each in runs
@@ -255,7 +255,7 @@ def test_a_loss_that_is_not_one_of_each_sample_is_refused(task, reason):
 def test_a_loss_without_a_closed_form_is_trained_by_backends_that_differentiate_it(caplog):
     flats = {name: of for name, (_, of, _) in CASES.items() if not of.tokens}
     for name, of in flats.items():
-        closed = of.task.closed() is not None
+        closed = of.task.loss_form() is not None
         backend = choose_backend(made(name), LOCAL, of)
         assert (backend in ("compiled", "fused")) == closed and (closed or backend == "vmap")
         clipping = choose_backend(made(name), LOCAL, of, clip=1.0)

@@ -115,12 +115,12 @@ def test_noise_by_a_strategy_is_answered_with_its_zcdp(strategy):
     """The Gaussian that the most rounds of a client amount to, and the noise that it needs."""
     asked = {"population": 10**6, "cohort": 100, "rounds": 60, "sampling": "public"}
     asked |= {"relation": "zero_out", "strategy": strategy, "separation": 20, "participations": 2}
-    answer = calculator.of_clients(**asked, noise_multiplier=5.0).answers[0].guarantee
+    answer = calculator.client_budget(**asked, noise_multiplier=5.0).answers[0].guarantee
     square = STRATEGIES[strategy](60, 20, 2)[-1] / 25
     assert answer.rho == pytest.approx(square / 2)
     assert answer.epsilon == pytest.approx(float(gaussian_epsilon(math.sqrt(square), 1e-5)))
     assert f"zCDP with rho {square / 2:.4g}" in answer.sentence()
-    found = calculator.of_clients(**asked, epsilon=answer.epsilon).answers[0].noise_multiplier
+    found = calculator.client_budget(**asked, epsilon=answer.epsilon).answers[0].noise_multiplier
     assert found == pytest.approx(5.0, rel=1e-3)
 
 
@@ -138,10 +138,11 @@ def test_a_strategy_is_answered_in_the_shape_of_its_noise(strategy, shape, matte
     asked |= {"strategy": strategy, "separation": 20, "noise_multiplier": 5.0}
     noise = FAMILY[f"{strategy}_gaussian"](multiplier=5.0, **shape)
     turns = {"kind": "min_separation", "cohort": 2, "min_separation": 20}
-    fitted = noise.fitted(experiment(rounds=60, selection=turns, server={"kind": "sgd"}).setting())
-    answer = calculator.of_clients(**asked, **shape)
+    setting = experiment(rounds=60, selection=turns, server={"kind": "sgd"}).setting()
+    fitted = noise.fit_matrix(setting)
+    answer = calculator.client_budget(**asked, **shape)
     assert answer.mechanism.squares == pytest.approx(fitted.squares(60, 20, 3))
-    usual = calculator.of_clients(**asked).mechanism.squares
+    usual = calculator.client_budget(**asked).mechanism.squares
     assert (answer.mechanism.squares != pytest.approx(usual)) is matters
 
 
@@ -150,7 +151,7 @@ def test_a_strategy_is_answered_in_the_shape_of_its_noise(strategy, shape, matte
 def test_a_separation_below_one_is_refused(strategy, separation):
     asked = {"population": 600, "cohort": 20, "rounds": 10, "sampling": "public"}
     with refusal("at least 1") as caught:
-        calculator.of_clients(
+        calculator.client_budget(
             **asked, noise_multiplier=3.0, strategy=strategy, separation=separation
         )
     assert caught.value.field == "separation"
@@ -193,10 +194,10 @@ SCHEME = {
 @pytest.mark.parametrize("sampling", SCHEME)
 def test_batches_may_be_capped_or_allocated_as_cohorts_are(sampling):
     asked = {"sampling": sampling, "noise_multiplier": 2.0, **SCHEME[sampling]}
-    found = calculator.of_clients(population=100, rounds=20, **asked)
+    found = calculator.client_budget(population=100, rounds=20, **asked)
     if "cohort" in asked:
         asked["batch"] = asked.pop("cohort")
-    batches = calculator.of_samples(samples=100, steps=5, participations=4, **asked)
+    batches = calculator.sample_budget(samples=100, steps=5, participations=4, **asked)
     assert batches.mechanism.sampling == found.mechanism.sampling
     assert batches.guarantees[0].epsilon == pytest.approx(found.guarantees[0].epsilon)
 
@@ -320,12 +321,12 @@ def test_every_combination_is_answered_or_refused_with_one_that_is_answered(samp
         for placement in ("client", "server"):
             asked = common | {"sampling": sampling, "relation": relation, "placement": placement}
             try:
-                calculator.of_clients(**asked)
+                calculator.client_budget(**asked)
             except ConfigError as error:
                 refused += 1
                 for change in error.expected.partition(": ")[0].split(" or "):
                     name, value = change.removeprefix("--").split(" ")
-                    answered = calculator.of_clients(**asked | {name: value})
+                    answered = calculator.client_budget(**asked | {name: value})
                     assert math.isfinite(answered.guarantees[0].epsilon)
     assert refused == {"full": 1, "fixed": 0, "poisson": 3, "with_replacement": 4}[sampling]
 
@@ -354,7 +355,7 @@ def test_no_number_is_split_in_eighty_columns(unit, given):
 def test_a_config_is_answered_as_its_run_reports(tmp_path):
     noise = {"kind": "gaussian", "epsilon": 9.0, "delta": 1e-5}
     asked = experiment(noise=noise, bounding={"bound": 0.5}, privacy=ALL_THREE)
-    found = planned_guarantee.of_config(asked)
+    found = planned_guarantee.planned_budget(asked)
     assert list(found.guarantees) == run(asked, tmp_path / "out").guarantees
     assert (found.unknown, found.epsilon, found.noise["bound"]) == ("noise", 9.0, 0.5)
     z = by_accountant(found)["pld"].noise_multiplier
@@ -369,7 +370,7 @@ def test_a_config_whose_losses_are_noised_is_answered_as_its_run_reports(noise, 
     losses = {"kind": "power_of_choice", "cohort": 5, "pool": 20, "loss_bound": 3.0}
     noise = {"kind": "gaussian", **noise}
     asked = experiment(selection=losses | {"loss_std": 4.0}, noise=noise, privacy=ALL_THREE)
-    found = planned_guarantee.of_config(asked)
+    found = planned_guarantee.planned_budget(asked)
     assert list(found.guarantees) == run(asked, tmp_path / "out").guarantees
     tree = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert found.noise["std_of_the_losses"] == tree["noise"]["std_of_the_losses"] == 4.0
@@ -381,7 +382,7 @@ def test_a_config_whose_losses_are_noised_is_answered_as_its_run_reports(noise, 
 
 def test_a_config_says_how_long_its_own_budget_lasts():
     asked = experiment(rounds=50, noise={"multiplier": 8.0}, privacy={"budget": 2.0})
-    found = planned_guarantee.of_config(asked)
+    found = planned_guarantee.planned_budget(asked)
     (note,) = (note for note in found.notes if note.startswith("privacy.budget"))
     lasts = privacy.rounds_for(2.0, found.mechanism, "replace_one", 1e-5, "rdp")
     assert 0 < lasts < 50 and note == f"privacy.budget 2 lasts for {lasts} of the 50 rounds, by rdp"
@@ -398,9 +399,9 @@ STEPS = {
 @pytest.mark.slow
 def test_a_config_with_noise_at_local_steps_is_answered_client_by_client(tmp_path):
     asked = experiment(**STEPS)
-    found = planned_guarantee.of_config(asked)
+    found = planned_guarantee.planned_budget(asked)
     ran = run(asked, tmp_path / "out")
-    assert list(found.guarantees) == ran.guarantees and found.broken is None
+    assert list(found.guarantees) == ran.guarantees and found.violation is None
     assert found.quantiles("epsilon_pld")[-1] == ran.guarantees[0].epsilon <= 3
     assert sum(row["participations"] for row in found.rows) == 4 * 20
     public = [row for row in found.rows if row["epsilon_claimed"] == math.inf]
@@ -421,7 +422,7 @@ def test_claims_that_do_not_hold_are_shown_with_the_truth():
     noise = {"participations": [1, 1], "budgets": [1.0, 20.0], "calibration": "paper"}
     release = privacy.calibrate_local_steps(**release, **noise)
     found = calculator.PersonalBudget(release, [1, 1])
-    assert "client 1 (claimed epsilon 20, true 22.5" in found.broken
+    assert "client 1 (claimed epsilon 20, true 22.5" in found.violation
     text = "The noise of Xu 2026 protects 1 of 2 clients less than it claims"
     assert text in " ".join(shown(found).split())
     epsilons = [found.rows[1][name] for name in ("epsilon_xu_2026", "epsilon_pld")]

@@ -24,7 +24,7 @@ from raydpfl.methods.noise.tree_gaussian import SumsOfTree, TreeGaussian
 from raydpfl.privacy import Mechanism, Query, Sampling, epsilon
 from raydpfl.privacy.factorization import (
     banded_toeplitz,
-    buffered,
+    buffered_column,
     buffered_toeplitz,
     covered,
     error,
@@ -117,7 +117,7 @@ STRATEGIES = {
     "banded": lambda rounds: banded_toeplitz(min(3, rounds), rounds),
     "square root": square_root,
     "with momentum": lambda rounds: square_root(rounds, 0.9),
-    "buffered": lambda rounds: buffered([0.3, 0.95], [0.4, 0.3], rounds),
+    "buffered": lambda rounds: buffered_column([0.3, 0.95], [0.4, 0.3], rounds),
     "flat": np.ones,
 }
 
@@ -201,14 +201,14 @@ def test_more_participations_than_a_run_has_cost_no_less_than_those_of_several_r
     squares = tuple(tree_squares(16, 3, 5))
     run = Mechanism(Sampling("full", 5, 5), (Query("updates", 1.0, 1.0),), 5, squares=squares)
     event = run.event("zero_out")
-    assert event.amounting(np.arange(6)) == pytest.approx([0, *squares])
-    after = run.restarted(10).event("zero_out")
+    assert event.effective_counts(np.arange(6)) == pytest.approx([0, *squares])
+    after = run.restarted_release(10).event("zero_out")
     for first, second in itertools.product(range(6), repeat=2):
-        both = event.amounting(first) + event.amounting(second)
-        assert after.amounting(first + second) >= both - 1e-12
+        both = event.effective_counts(first) + event.effective_counts(second)
+        assert after.effective_counts(first + second) >= both - 1e-12
     # and of one run they are bounded too, if more loosely
     fewer = replace(run, squares=squares[:2]).event("zero_out")
-    assert (fewer.amounting(np.arange(6)) >= event.amounting(np.arange(6))).all()
+    assert (fewer.effective_counts(np.arange(6)) >= event.effective_counts(np.arange(6))).all()
 
 
 def test_queries_with_noise_of_their_own_compose_as_such_next_to_correlated_sums():
@@ -233,7 +233,9 @@ def test_buffers_come_near_to_the_best_bands_and_more_of_them_come_nearer(
     rounds, separation, participations, momentum
 ):
     facts = rounds, momentum, separation, participations
-    errors = [error(buffered(*buffered_toeplitz(k, *facts), rounds), *facts) for k in (1, 2, 3)]
+    errors = [
+        error(buffered_column(*buffered_toeplitz(k, *facts), rounds), *facts) for k in (1, 2, 3)
+    ]
     best = error(banded_toeplitz(separation, rounds, momentum), *facts)
     assert errors[0] > errors[1] * (1 - 1e-6) > errors[2] * (1 - 2e-6)
     assert errors[-1] < 1.05 * best
@@ -279,7 +281,7 @@ def test_noise_is_what_whitening_makes_independent_and_a_function_of_seed_and_ro
     """Sample covariance of whitened sums against the identity, and the matrix against what a client
     may move; false-alarm rate 1e-5.
     """
-    member = FITTED[kind].fitted(_setting(12))
+    member = FITTED[kind].fit_matrix(_setting(12))
     d = 4000
     source = member.source(5, d)
     drawn = [source.on_sum(t, 2.0) for t in range(12)]
@@ -304,7 +306,7 @@ def test_noise_in_the_sums_of_a_tree_is_that_of_nodes_estimated_from_below():
     """Variances by Honaker 2015: of a complete tree of height h 1 / (2 - 2^-h)."""
     drawn = iter(np.eye(64))
     tree = SumsOfTree()
-    variances = [np.sum(tree.following(lambda height: next(drawn)) ** 2) for _ in range(16)]
+    variances = [np.sum(tree.next_sum(lambda height: next(drawn)) ** 2) for _ in range(16)]
     node = [1 / (2 - 2.0**-height) for height in range(5)]
     bits = [[h for h in range(5) if t >> h & 1] for t in range(1, 17)]
     assert variances == pytest.approx([sum(node[h] for h in heights) for heights in bits])
@@ -314,7 +316,7 @@ def test_noise_in_the_sums_of_a_tree_is_that_of_nodes_estimated_from_below():
 def test_the_server_keeps_a_few_models_of_whatever_many_rounds(kind, models):
     """In float64, with those that a round needs for a moment."""
     d = 50_000
-    source = FITTED[kind].fitted(_setting(200)).source(1, d)
+    source = FITTED[kind].fit_matrix(_setting(200)).source(1, d)
     source.on_sum(0, 1.0)
     tracemalloc.start()
     try:
@@ -327,9 +329,9 @@ def test_the_server_keeps_a_few_models_of_whatever_many_rounds(kind, models):
 
 @pytest.mark.parametrize("kind", FITTED)
 def test_resolved_noise_resolves_to_itself(kind):
-    resolved = FITTED[kind].fitted(_setting(20, 0.5))
+    resolved = FITTED[kind].fit_matrix(_setting(20, 0.5))
     again = choose("noise", resolved.model_dump(), noise.FAMILY, noise.Noise)
-    assert again.fitted(_setting(20, 0.5)) == resolved == again
+    assert again.fit_matrix(_setting(20, 0.5)) == resolved == again
 
 
 def banded(**fields) -> BandedGaussian:
@@ -339,18 +341,18 @@ def banded(**fields) -> BandedGaussian:
 
 def test_the_member_resolves_to_the_best_coefficients_or_to_its_own_scaled_to_norm_one():
     assert banded().placement == "server" and banded().coefficients is None
-    best = banded().fitted(_setting(20, 0.8)).coefficients
+    best = banded().fit_matrix(_setting(20, 0.8)).coefficients
     assert np.array_equal(best, banded_toeplitz(4, 20, 0.8))
-    own = banded(coefficients=[2, 1, 0, 2]).fitted(_setting(20)).coefficients
+    own = banded(coefficients=[2, 1, 0, 2]).fit_matrix(_setting(20)).coefficients
     assert own == pytest.approx((2 / 3, 1 / 3, 0, 2 / 3))
     for bands in range(1, 21):  # as written into a run's config and read again, to the last bit
-        resolved = banded(bands=bands).fitted(_setting(20))
-        assert banded(**resolved.model_dump()).fitted(_setting(20)) == resolved
+        resolved = banded(bands=bands).fit_matrix(_setting(20))
+        assert banded(**resolved.model_dump()).fit_matrix(_setting(20)) == resolved
     with pytest.raises(ConfigError, match=r"^bands = 4"):
-        banded(coefficients=(1, 0, 0, 0)).fitted(_setting(3))
+        banded(coefficients=(1, 0, 0, 0)).fit_matrix(_setting(3))
     with pytest.raises(ConfigError, match=r"^bands = 4: expected at most 3, the rounds"):
-        banded().fitted(_setting(20, separation=3))
-    banded(coefficients=(1, 1, 0.5, 0)).fitted(_setting(20, separation=3))
+        banded().fit_matrix(_setting(20, separation=3))
+    banded(coefficients=(1, 1, 0.5, 0)).fit_matrix(_setting(20, separation=3))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from raydpfl.privacy import (
     pld,
     rdp,
 )
-from raydpfl.privacy.calculator import PersonalBudget, of_samples
+from raydpfl.privacy.calculator import PersonalBudget, sample_budget
 from raydpfl.privacy.group import together
 
 EPSILONS = np.array([0.0, 0.05, 0.4, 1.0, 2.5, 5.0])
@@ -41,7 +41,7 @@ def hockey_stick(
 
 @pytest.mark.parametrize(("person", "epsilon"), [(1, 0.718), (5, 4.072), (20, 18.91)])
 def test_a_persons_epsilon_under_poisson_is_that_of_a_mixture_of_gaussians(person, epsilon):
-    budget = of_samples(
+    budget = sample_budget(
         samples=10_000, batch=100, steps=100, participations=1, noise_multiplier=1.0,
         sampling="poisson", person=person,
     )  # fmt: skip
@@ -202,4 +202,4 @@ def test_group_privacy_says_no_less_than_the_curve_of_the_group(mu, group):
 def test_a_person_is_refused_where_nothing_covers_her(fields):
     run = Mechanism(Sampling(population=100, cohort=10, **fields), (Query("updates", 1.0, 1.0),), 1)
     with pytest.raises(ConfigError, match="person = 3: expected none with sampling"):
-        run.of_person(3)
+        run.person_mechanism(3)

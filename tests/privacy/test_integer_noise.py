@@ -17,7 +17,7 @@ from raydpfl.core.modular_sum import ModularSum, hadamard
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.privacy import Mechanism, Query, Sampling, covers, delta, epsilon, pld, rdp
 from raydpfl.privacy import integer_noise as integers
-from raydpfl.privacy.calculator import of_clients
+from raydpfl.privacy.calculator import client_budget
 from raydpfl.privacy.integer_noise import (
     DistributedDiscreteGaussian,
     IntegerNoise,
@@ -98,10 +98,10 @@ def test_the_rotation_is_orthogonal_and_flattens():
     np.testing.assert_allclose(matrix @ matrix, np.eye(16), atol=1e-12)
     for d in (1, 2, 3, 37, 64, 100):
         one = sums(d)
-        turned = one._rotated(np.eye(d))
+        turned = one._rotate(np.eye(d))
         np.testing.assert_allclose(turned @ turned.T, np.eye(d), atol=1e-12)
-        np.testing.assert_allclose(one._rotated(turned, back=True), np.eye(d), atol=1e-12)
-    assert np.abs(sums(700)._rotated(np.eye(700))).max() < 5 / math.sqrt(512)
+        np.testing.assert_allclose(one._rotate(turned, back=True), np.eye(d), atol=1e-12)
+    assert np.abs(sums(700)._rotate(np.eye(700))).max() < 5 / math.sqrt(512)
 
 
 @pytest.mark.parametrize("rotated", [True, False])
@@ -113,7 +113,7 @@ def test_no_vector_within_the_bound_has_integers_beyond_theirs(rotated, d):
     vectors[0] = 1 / math.sqrt(d)
     vectors[1, 0] = -1.0
     vectors[2] = one.step * (np.floor(1 / math.sqrt(d) / one.step) - 0.5)
-    vectors[3] = one._rotated(np.full((1, d), one.step / 2), back=True)[0]
+    vectors[3] = one._rotate(np.full((1, d), one.step / 2), back=True)[0]
     vectors[:4] /= np.maximum(np.linalg.norm(vectors[:4], axis=1), 1)[:, None]
     clients = np.arange(5)
     integers = one.encode(vectors, clients, np.zeros(5, int))
@@ -226,7 +226,7 @@ def test_delta_and_epsilon_of_integers_are_of_one_curve():
 
 def test_an_observer_of_single_updates_sees_the_grid_of_the_run():
     released = mechanism("skellam")
-    part = released.unsampled().seen(1 / released.draws)
+    part = released.with_known_cohorts().seen(1 / released.draws)
     loss, one = released.event("replace_one").skellam, part.event("replace_one").skellam
     assert loss is not None and one is not None
     assert one.variance == pytest.approx(loss.variance / 90) and one.square == loss.square
@@ -272,12 +272,12 @@ def test_a_sum_of_discrete_gaussians_is_one_up_to_what_is_allowed_for(n):
 @pytest.mark.parametrize("noise, name", [("discrete_gaussian", "pld"), ("skellam", "rdp")])
 def test_the_calculator_answers_for_the_accountants_that_cover_the_noise(noise, name):
     asked = {"population": 900, "cohort": 90, "rounds": 60, "noise": noise, "parameters": 7850}
-    given = of_clients(**asked, noise_multiplier=1.1)
+    given = client_budget(**asked, noise_multiplier=1.1)
     found = next(each for each in given.guarantees if each.accountant == name)
     spent = epsilon(mechanism(noise), "replace_one", 1e-5, accountant=name)
     assert found.epsilon == pytest.approx(spent, rel=1e-9)
     assert 2 < given.noise["sensitivity"] < 2.001
-    back = of_clients(**asked, epsilon=found.epsilon)
+    back = client_budget(**asked, epsilon=found.epsilon)
     assert back.mechanism.noise_multiplier == pytest.approx(1.1, rel=2e-4)
     known = [each for each in given.guarantees if each.accountant == name][1]
     assert (known.rho is None) == (noise == "skellam")  # which has no zCDP that is proved here
@@ -320,7 +320,7 @@ def test_amplification_of_any_mechanism_is_never_below_that_of_the_gaussian(q, m
 def test_a_grid_so_coarse_that_no_guarantee_is_known_says_so():
     """Rounding moves a sum of 8 bits and 10^7 parameters by far more than the noise."""
     asked = {"population": 1000, "cohort": 100, "rounds": 5, "noise_multiplier": 2.0}
-    budget = of_clients(**asked, noise="discrete_gaussian", bits=8, parameters=10**7)
+    budget = client_budget(**asked, noise="discrete_gaussian", bits=8, parameters=10**7)
     assert {one.epsilon for one in budget.guarantees if one.kind == "rigorous"} == {math.inf}
     reasons = {why for one in budget.guarantees for why in one.conditions_failed}
     assert any("noise of so few steps of the integers has no guarantee" in why for why in reasons)
@@ -336,12 +336,12 @@ def test_a_width_that_no_noise_is_enough_for_is_named(noise, why):
     asked = {"population": 100_000, "cohort": 4090, "rounds": 5, "parameters": 10_000}
     text = "^noise.bits = 8: expected more: sums of so few bits hold noise of 1.225 steps at most"
     with pytest.raises(ConfigError, match=f"{text}, which {why}"):
-        of_clients(**asked, epsilon=2.0, noise=noise, bits=8)
+        client_budget(**asked, epsilon=2.0, noise=noise, bits=8)
 
 
 def test_a_width_that_is_enough_against_some_observers_is_answered_for_them():
     """A single update of 50 has noise of a seventh of the std, of the same steps."""
     asked = {"population": 1000, "cohort": 50, "rounds": 20, "parameters": 10_000, "bits": 13}
-    budget = of_clients(**asked, epsilon=2.0, noise="discrete_gaussian", placement="client")
+    budget = client_budget(**asked, epsilon=2.0, noise="discrete_gaussian", placement="client")
     by_pld = [one.noise_multiplier for one in budget.answers if one.guarantee.accountant == "pld"]
     assert by_pld == pytest.approx([2.037, 38.18, math.inf], rel=1e-3)

@@ -28,7 +28,7 @@ def path(tmp_path):
 
 
 def test_what_was_recorded_is_read_back(path):
-    assert Ledger(path, resume=True).spent() == Spent(3, {"pld": 0.7, "rdp": 3.0})
+    assert Ledger(path, resume=True).spending() == Spent(3, {"pld": 0.7, "rdp": 3.0})
 
 
 def test_a_kill_at_any_byte_of_the_last_line_leaves_the_rounds_before_it(path):
@@ -37,7 +37,7 @@ def test_a_kill_at_any_byte_of_the_last_line_leaves_the_rounds_before_it(path):
     for end in range(start, len(whole) + 1):
         path.write_bytes(whole[:end])
         ledger = Ledger(path, resume=True)
-        rounds = ledger.spent().rounds
+        rounds = ledger.spending().rounds
         # without its newline alone the entry is still whole
         assert rounds == (3 if end >= len(whole) - 1 else 2)
         for entry in ROUNDS[rounds:]:
@@ -51,7 +51,7 @@ def test_a_round_done_again_is_one_release(path):
     ledger.record(**ROUNDS[1])
     # another machine may round differently; the release is the same
     ledger.record(**{**ROUNDS[2], "epsilon": {"pld": 0.7 + 1e-13}})
-    assert path.read_bytes() == before and ledger.spent().rounds == 3
+    assert path.read_bytes() == before and ledger.spending().rounds == 3
 
 
 @pytest.mark.parametrize("change", [{"std": 3.0}, {"mechanism": "other"}, {"extra": 1}])
@@ -89,7 +89,7 @@ def test_damage_before_the_last_line_is_an_error_not_a_smaller_epsilon(path, dam
 
 def test_an_infinite_epsilon_is_kept(tmp_path):
     Ledger(tmp_path / "ledger.jsonl").record(t=0, epsilon={"pld": math.inf})
-    assert Ledger(tmp_path / "ledger.jsonl", resume=True).spent().epsilon == {"pld": math.inf}
+    assert Ledger(tmp_path / "ledger.jsonl", resume=True).spending().epsilon == {"pld": math.inf}
 
 
 def test_the_budget_stops_the_round_that_would_overspend_and_no_other():

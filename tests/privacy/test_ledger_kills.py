@@ -126,7 +126,7 @@ def check_after_a_kill(folder: Path, reference: Path) -> int:
     assert whole.startswith(text), "the ledger differs from that of the uninterrupted run"
     copy = folder.parent / "copy.jsonl"
     copy.write_bytes(text)
-    spent = Ledger(copy, resume=True).spent()
+    spent = Ledger(copy, resume=True).spending()
     last = max((int(t) for t, _ in released(folder)), default=-1)
     assert spent.rounds > last, f"{last} was released, {spent.rounds} are recorded"
     if last >= 0:

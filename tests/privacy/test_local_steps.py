@@ -532,7 +532,7 @@ def test_a_rule_with_batches_of_its_own_is_accounted_for_by_these(batch, tmp_pat
     plan = resolve(of)
     sizes = plan.population.sizes
     assert np.array_equal(plan.mechanism.batches, (sizes + 1) // 2)
-    assert (of.local.rows_used(sizes) == sizes).all()
+    assert (of.local.max_rows(sizes) == sizes).all()
     assert run(of, tmp_path / "run").summary["status"] == "completed"
 
 

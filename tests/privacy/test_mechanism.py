@@ -12,7 +12,7 @@ import pytest
 from conftest import experiment
 
 from raydpfl.errors import ConfigError
-from raydpfl.experiment import as_fields
+from raydpfl.experiment import report_config_fields
 from raydpfl.privacy import (
     Guarantee,
     LocalSteps,
@@ -36,7 +36,7 @@ QUERY = Query("update", 0.5, 2.0)
 LOSSES = Query("losses", 1.0, 1.0, per_client=True)
 MECHANISM = Mechanism(SAMPLING, (QUERY,), 100, exclusions=("the clip bound was learned",))
 GUARANTEE = Guarantee(
-    "rigorous", "pld", "client", "replace_one", Observer.AGGREGATES, Scope.of_cohorts(SAMPLING),
+    "rigorous", "pld", "client", "replace_one", Observer.AGGREGATES, Scope.from_cohorts(SAMPLING),
     1.5, 1e-5, ("a",), ("b",),
 )  # fmt: skip
 
@@ -160,8 +160,8 @@ def test_a_guarantee_is_made_of_facts_and_what_is_read_back_has_their_words_alon
     assert read == hidden and read.sampling == Scope("fixed size 80 of 1920, cohort hidden")
     assert read.sampling.participations is None and read.observer is Observer.AGGREGATES
     assert "not who was in the cohorts" in read.detection() == hidden.detection()
-    assert Scope.of_batches(run.sampling).knows == "batch hidden"
-    assert Scope.of_cohorts(Sampling("full", 80, 80)).knows == ""
+    assert Scope.from_batches(run.sampling).knows == "batch hidden"
+    assert Scope.from_cohorts(Sampling("full", 80, 80)).knows == ""
 
 
 class Halves(SamplingScheme):
@@ -216,7 +216,7 @@ def test_both_descriptions_answer_all_that_a_run_asks(release):
     assert asked["rdp"].tolist() == curves["rdp"][2:].tolist()
     assert release.by_draws == (release.cohorts is None) and release.largest in (60, 100)
     assert (release.step_stds is not None) == release.by_draws
-    assert release.unproved is None
+    assert release.proof_gap is None
     assert len(release.digest()) == 64
 
 
@@ -224,7 +224,7 @@ def test_a_parameter_is_refused_by_its_own_name_and_by_the_fields_name_in_a_run(
     more = "= 0.001: expected more: at delta 1e-05 no noise"
     with pytest.raises(ConfigError, match=f"^target {more}"):
         noise_for(0.001, LOSSES_TOO, "replace_one", 1e-5)
-    with pytest.raises(ConfigError, match=f"^noise.epsilon {more}"), as_fields():
+    with pytest.raises(ConfigError, match=f"^noise.epsilon {more}"), report_config_fields():
         noise_for(0.001, LOSSES_TOO, "replace_one", 1e-5)
     noise = {"epsilon": 1.0, "multiplier": None, "delta": 0.999}
     with pytest.raises(ConfigError, match=r"^noise.delta = 0.999: expected less"):

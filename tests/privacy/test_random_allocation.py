@@ -131,7 +131,7 @@ def test_ratios_that_float64_does_not_hold_are_told_apart_without_a_warning():
     known = float(pld.gaussian_epsilon(math.sqrt(4 * 7) / 0.076, 1e-25))
     assert epsilon(run, "add_remove", 1e-25) == pytest.approx(known, rel=1e-3)
     ratio = random_allocation.epoch(1.0, 12, 7)
-    assert ratio.in_range and not replace(ratio, infinite=math.nan).in_range
+    assert ratio.is_representable and not replace(ratio, infinite=math.nan).is_representable
 
 
 def test_calibrated_noise_spends_the_budget():
@@ -156,7 +156,7 @@ def test_histograms_of_all_clients_are_spent_next_to_an_epoch():
     run = replace(
         allocated(10, rounds=20), survey=Survey("accuracy", std=5.0, clients=300, times=2)
     )
-    alone = epsilon(run.asking(0), "add_remove", 1e-5)
+    alone = epsilon(run.with_surveys(0), "add_remove", 1e-5)
     known = replace(run, sampling=Sampling("full", 1000, 1000), rounds=2)
     assert alone < epsilon(run, "add_remove", 1e-5) < epsilon(known, "add_remove", 1e-5)
 

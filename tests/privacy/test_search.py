@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from raydpfl.privacy.search import halved, last, narrowed, near_guess, safe_end
+from raydpfl.privacy.search import bisect_brackets, last, narrow_bracket, near_guess, safe_end
 
 # falling functions of x with a root each, as sharp and as flat as accounting has them
 FALLING = {
@@ -20,7 +20,7 @@ ROOTS = np.random.default_rng(7).uniform(-3, 3, 25).tolist()
 
 
 def wide(excess, low: float, high: float, tolerance: float) -> float:
-    return narrowed(excess, (low, excess(low)), (high, excess(high)), tolerance)
+    return narrow_bracket(excess, (low, excess(low)), (high, excess(high)), tolerance)
 
 
 @pytest.mark.parametrize("name", FALLING)
@@ -62,7 +62,7 @@ def test_the_lower_end_is_the_safe_one_of_a_rising_function():
 
 def test_arrays_are_halved_each_by_itself_and_their_ends_stay_where_there_is_no_root():
     roots = np.array([*ROOTS, -9.0, 9.0])
-    found = halved(lambda x: x < roots, np.full(27, -4.0), np.full(27, 4.0), 40)
+    found = bisect_brackets(lambda x: x < roots, np.full(27, -4.0), np.full(27, 4.0), 40)
     assert (found[:-2] >= roots[:-2]).all() and (found[:-2] - roots[:-2] <= 8 * 2.0**-40).all()
     assert found[-2] == pytest.approx(-4.0) and found[-1] == 4.0
 

@@ -12,7 +12,7 @@ from dp_accounting import dp_event, pld, rdp
 from raydpfl import privacy, run
 from raydpfl.methods.noise import Gaussian
 from raydpfl.privacy import Mechanism, Query, Sampling, epsilon, epsilon_curve, unequal_rounds
-from raydpfl.privacy.accountants import named
+from raydpfl.privacy.accountants import accountant_of
 from raydpfl.privacy.accountants import pld as pld_accountant
 from raydpfl.privacy.pld import epsilon_at
 from raydpfl.simulation.resolution import resolve
@@ -43,7 +43,7 @@ def test_phases_cost_what_the_library_says_of_their_composition(accountant):
     assert (np.diff(spent) > 0).all()
     back = privacy.delta(mechanism, "add_remove", float(spent[-1]), accountant=accountant)
     assert back == pytest.approx(DELTA, rel=1e-3)
-    joint = named(accountant).together([(mechanism.event("add_remove"), 100)], DELTA)
+    joint = accountant_of(accountant).together([(mechanism.event("add_remove"), 100)], DELTA)
     assert joint == pytest.approx(spent[-1], rel=1e-3)  # as runs are composed
 
 
@@ -88,7 +88,7 @@ def test_rdp_is_asked_only_where_it_may_have_less(monkeypatch):
     monkeypatch.setattr(pld_accountant.Rdp, "curve", lambda *a: asked.append(a) or [math.inf])
     mechanism = of("poisson", 100, 20, 2.09, [0.99**t for t in range(40)])
     assert epsilon(mechanism, "add_remove", DELTA) == pytest.approx(4.0, rel=1e-2) and not asked
-    known = epsilon(mechanism.unsampled(), "zero_out", 1e-14)
+    known = epsilon(mechanism.with_known_cohorts(), "zero_out", 1e-14)
     assert epsilon(mechanism, "add_remove", 1e-14) <= known and len(asked) == 1
 
 
@@ -129,7 +129,7 @@ def test_an_epsilon_scales_the_schedule_and_the_ledger_has_the_std_of_every_roun
         factors=tuple(stds / stds[0]),
     )  # fmt: skip
     assert epsilon(mechanism, "replace_one", DELTA) == pytest.approx(hidden[0].epsilon, rel=1e-6)
-    again = plan.continued((privacy.Segment(0, 0, 3),), 1)
+    again = plan.extend_history((privacy.Segment(0, 0, 3),), 1)
     assert again.mechanism.factors == pytest.approx((1, 0.5, 0.25, 0.5, 0.25, 1))
     assert resolve(experiment(noise={**noise, "schedule": {"decay": 0.6}})).noise_seed != (
         plan.noise_seed

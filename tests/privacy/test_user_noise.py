@@ -14,7 +14,7 @@ from test_noise_distribution import TINY
 
 from raydpfl.check import bounding as looks
 from raydpfl.check import noise as noise_looks
-from raydpfl.check.contract import Broken
+from raydpfl.check.contract import BrokenClause
 from raydpfl.check.example import Example
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError, RunError
@@ -101,7 +101,9 @@ NARROW += [{"low": low, "high": high, "computed": True} for low, high in ((1.0, 
 @pytest.mark.parametrize("settings", NARROW)
 def test_a_bound_that_does_not_hold_in_a_narrow_range_of_norms_is_found(settings):
     case = Example("bounding", {"kind": f"{__name__}:Narrow", "bound": 1.0, **settings})
-    with pytest.raises(Broken, match=r"norm \S+ is sent with length \S+, above the bound of 1.0"):
+    with pytest.raises(
+        BrokenClause, match=r"norm \S+ is sent with length \S+, above the bound of 1.0"
+    ):
         looks.bound(case)
 
 
@@ -359,7 +361,7 @@ def test_sound_draws_raise_no_more_alarms_than_is_stated(monkeypatch):
 @pytest.mark.parametrize("how", ["decays", "less after 8", "again"])
 def test_noise_that_is_wrong_in_late_rounds_alone_fails_its_check(how):
     case = Example("noise", {"kind": f"{__name__}:OnSums", "how": how})
-    with pytest.raises(Broken):
+    with pytest.raises(BrokenClause):
         for look in (noise_looks.late_rounds, noise_looks.on_sums):
             look(case)
     assert "p = " in noise_looks.late_rounds(Example("noise", {"kind": f"{__name__}:OnSums"}))

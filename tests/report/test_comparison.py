@@ -16,7 +16,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.report import compare
 from raydpfl.report.figures import Plot
 from raydpfl.report.pages import compared
-from raydpfl.report.pages.comparison import page_of_several
+from raydpfl.report.pages.comparison import comparison_page
 
 
 def changed(folder, **sections):
@@ -46,7 +46,7 @@ def test_seeds_are_averaged_and_labels_say_what_else_differs(tmp_path):
     found = compared(folders)
     spread = found.settings[0].spread("test_accuracy")
     assert (round(spread.mean, 9), round(spread.std, 9)) == (0.55, round(0.1 / 2**0.5, 9))
-    assert found.ranked()[0].label == "local lr 0.2"
+    assert found.ranking()[0].label == "local lr 0.2"
 
 
 def test_a_member_is_named_and_its_own_fields_only_where_they_tell_it_from_its_like(tmp_path):
@@ -144,7 +144,7 @@ def test_a_page_has_the_metric_by_round_second_and_epsilon_with_a_band(tmp_path)
         lean(tmp_path / name, "epsilon_pld", "seconds", seed=seed) for seed, name in enumerate("ab")
     ]
     folders.append(changed(lean(tmp_path / "c", "epsilon_pld", "seconds"), local={"lr": 0.7}))
-    page = page_of_several(compared(folders))
+    page = comparison_page(compared(folders))
     section = next(each for each in page.sections if each.title.startswith("Test accuracy by"))
     drawings = [piece for piece in section.pieces if isinstance(piece, Plot)]
     assert [each.name.rpartition("-")[2] for each in drawings] == ["round", "seconds", "epsilon"]
@@ -159,7 +159,7 @@ def test_figures_have_the_best_of_many_settings_and_say_so(tmp_path):
     folders = [
         run(tmp_path / f"{place}", 0, place / 10, local={"lr": 1.0 + place}) for place in range(9)
     ]
-    page = page_of_several(compared(folders))
+    page = comparison_page(compared(folders))
     assert any("the 7 settings with the best test accuracy of 9" in each for each in page.warnings)
     found = pieces(*folders)
     assert len(found["results"].rows) == 9

@@ -27,10 +27,10 @@ from raydpfl.report.figures.round_timing import PHASES
 from raydpfl.report.html import Page, PageSection, render
 from raydpfl.report.labels import Quantity, quantity
 from raydpfl.report.pages import compared, page_of
-from raydpfl.report.pages.comparison import page_of_several
+from raydpfl.report.pages.comparison import comparison_page
 from raydpfl.report.pages.run import SECTIONS
 from raydpfl.report.pages.study import epsilons
-from raydpfl.report.plot_style import LegendKey, Subplot, look, whole
+from raydpfl.report.plot_style import LegendKey, Subplot, look, whole_figure
 from raydpfl.report.plot_style import render as drawn
 from raydpfl.report.run_reader import LabelledRun, Run, arrange
 from raydpfl.report.tables import PrintedCell, Table, csv_of, markdown
@@ -161,7 +161,7 @@ def lean(folder, *more, seed=0):
 
 def pieces(*folders) -> dict:
     """What a report shows and leaves out, by name or title, without drawing it."""
-    found = page_of_several(compared(folders)) if len(folders) > 1 else page_of(*folders)
+    found = comparison_page(compared(folders)) if len(folders) > 1 else page_of(*folders)
     every = [piece for section in found.sections for piece in section.pieces]
     return {getattr(piece, "name", piece.title): piece for piece in every}
 
@@ -252,13 +252,15 @@ def test_a_confusion_matrix_is_that_of_the_last_evaluation_and_of_all_seeds(tmp_
     cases = [LabelledRun({"run": "one"}, one)] * 2
     (drawing,) = parse({"confusion": "test"}, "study.show[0]").make(cases)
     assert f"(round {ROUNDS}). Samples of all seeds together." in drawing.caption
-    (axes,) = whole(drawing).axes
+    (axes,) = whole_figure(drawing).axes
     shares = axes.collections[0].get_array()
     assert shares.tolist() == [[0.75, 0.25, 0], [0, 1, 0], [1, 0, 0]]
     names = [each.get_text() for each in axes.get_yticklabels()]
     assert names == ["left", "right", "a very l.."]
     (left_out,) = parse({"confusion": "validation"}, "study.show[0]").make(cases)
-    assert isinstance(left_out, Missing) and "evaluate.metrics: [confusion_matrix]" in left_out.why
+    assert (
+        isinstance(left_out, Missing) and "evaluate.metrics: [confusion_matrix]" in left_out.reason
+    )
 
 
 @pytest.mark.slow
@@ -284,7 +286,7 @@ def test_a_missing_table_leaves_its_figure_out_and_says_so(file, gone, why, fold
     (path,) = folder.glob(f"{file}.*")
     path.unlink()
     found = pieces(folder)
-    left_out = [piece.why for piece in found.values() if isinstance(piece, Missing)]
+    left_out = [piece.reason for piece in found.values() if isinstance(piece, Missing)]
     assert any(each.startswith(f"needs {why}") for each in left_out) and gone not in found
 
 
@@ -317,7 +319,7 @@ def test_a_report_of_fewer_figures_leaves_none_of_the_earlier_one(tmp_path):
 def test_runs_with_models_of_several_sizes_have_no_path_in_common(tmp_path):
     folders = [made(tmp_path / "a"), made(tmp_path / "b", seed=1, parameters=1)]
     missing = pieces(*folders)["Path of the model on common axes"]
-    assert missing.why == "models of 1, 5 parameters have no axes in common"
+    assert missing.reason == "models of 1, 5 parameters have no axes in common"
 
 
 def test_nothing_but_seeds_is_averaged(folder):
@@ -412,12 +414,12 @@ def test_the_curve_of_the_guarantee_that_holds_is_drawn_with_what_it_proves(tmp_
     caption = drawn["tradeoff-attacks"].caption
     assert "0.001 no attack has a true-positive rate above 0.05589" in caption
     assert "of mu 1.5 (regret 0)" in caption
-    axes = [whole(drawn[f"tradeoff-{of}"]).axes[0] for of in ("attacks", "profile")]
+    axes = [whole_figure(drawn[f"tradeoff-{of}"]).axes[0] for of in ("attacks", "profile")]
     rates, power = axes[0].lines[0].get_data()
     assert power == pytest.approx(TradeOff.gaussian(1.5).true_positives(rates))
     assert axes[1].lines[0].get_ydata()[0] == pytest.approx(curve["delta"][0])
     left_out = pieces(made(tmp_path / "old"))["Power of any attack"]
-    assert left_out.why == "needs a guarantee that holds in summary.json, by an accountant"
+    assert left_out.reason == "needs a guarantee that holds in summary.json, by an accountant"
 
 
 def test_budgets_that_nothing_finite_was_spent_of_are_left_out(folder):
@@ -426,7 +428,7 @@ def test_budgets_that_nothing_finite_was_spent_of_are_left_out(folder):
     found = pieces(folder)
     assert "personal" not in found
     missing = found["Every client's epsilon against its budget"]
-    assert missing.why == "there is nothing to draw: no points of it are known"
+    assert missing.reason == "there is nothing to draw: no points of it are known"
 
 
 def test_the_numbers_of_a_run_are_those_of_its_summary(tmp_path):
@@ -515,12 +517,12 @@ def test_a_sweep_over_whole_sections_names_them_and_finds_the_best_for_each_valu
     names = ["clip, bound 1", "clip, bound 3", "normalize"]
     assert [key.label for key in drawing.keys] == [*names, "best"]
     assert "one sample standard deviation over the seeds (up to 2)" in drawing.caption
-    axes = whole(drawing).axes[0]
+    axes = whole_figure(drawing).axes[0]
     assert axes.get_xscale() == "log" and len(axes.containers) == 6  # an error bar for each mean
     assert [*axes.get_xticks()] == [2, 20]
     low, high = axes.get_ylim()
     assert low < 0.5 and high > 0.71 + 0.0142
-    axes = whole(found["searched-bounding"]).axes[0]
+    axes = whole_figure(found["searched-bounding"]).axes[0]
     assert [each.get_text() for each in axes.get_xticklabels()] == names
     assert "{" not in "".join(page_of(tmp_path).lead)
 
@@ -541,7 +543,7 @@ def test_an_audit_shows_its_bounds_against_the_claims(tmp_path):
     (row,) = rows_of(found, "views")
     shown = (row["epsilon claimed"], row["proven at least"], row["claim"])
     assert shown == ("3", "0.5", "in doubt")
-    figures = [whole(found[name]) for name in ("bounds", "scores")]
+    figures = [whole_figure(found[name]) for name in ("bounds", "scores")]
     assert figures[0].axes[0].get_xlim() == (0, pytest.approx(1.15 * 3))
     assert len(figures[1].axes[0].patches) == 4  # two histograms, filled and outlined
 
@@ -751,7 +753,7 @@ def test_verdicts_stand_on_the_page_with_their_intervals_and_what_computed_them(
 
 
 def test_lines_of_one_label_stand_side_by_side_so_that_equal_ones_are_seen(items):
-    axes = whole(items["test_accuracy-over-data"]).axes[0]
+    axes = whole_figure(items["test_accuracy-over-data"]).axes[0]
     lines = [line for line in axes.lines if line.get_linestyle() != "None"]
     lines = [line for line in lines if len(line.get_xdata())]
     assert len(lines) == len(ARMS)
@@ -762,7 +764,7 @@ def test_lines_of_one_label_stand_side_by_side_so_that_equal_ones_are_seen(items
 
 
 def test_a_point_is_a_cell_over_another_number_of_it(items):
-    figure = whole(items["test_accuracy-over-rounds.snr"])
+    figure = whole_figure(items["test_accuracy-over-rounds.snr"])
     points = [line.get_xydata() for line in figure.axes[0].lines]
     # at two labels and two accountings A-1 is 0.25 ahead of B and Free 0.5; B has no point
     gains = [0.25] * 4 + [0.5] * 4
@@ -896,14 +898,14 @@ def test_panels_beside_one_another_leave_their_text_large_enough_for_a_narrow_pa
     parts = [Subplot(f"panel {place}", lambda axes: axes.plot([0, 1])) for place in range(4)]
     for count, most, rows in ((1, 4.6, [1]), (2, 7.0, [2]), (3, 7.0, [2, 2]), (4, 7.0, [2, 2])):
         drawing = Plot("few", "Few", "", parts[:count])
-        assert drawing.across == 0 and whole(drawing).get_size_inches()[0] <= most
+        assert drawing.across == 0 and whole_figure(drawing).get_size_inches()[0] <= most
         assert [len(row) for row in drawing.grid(2)] == rows
     # four columns are two by two
     run = Run(made(tmp_path / "run"), "r")
     labels = [(a, b) for a in "st" for b in "1234"][:7]
     cases = [LabelledRun({"split": a, "size": b}, run) for a, b in labels]
     (drawing,) = parse({"curves": "snr", "facet": ["split", "size"]}, "show.0").make(cases)
-    figure = whole(drawing)
+    figure = whole_figure(drawing)
     assert drawing.across == 4 and figure.get_size_inches()[0] <= 7.16
     titles = [each.get_title(loc="left") for each in figure.axes]
     assert titles == [f"{a}, size {b}" for a, b in labels] + [""]
@@ -953,4 +955,4 @@ def test_an_axis_of_epsilon_is_logarithmic_from_a_factor_of_four(first, scale, f
     spent = np.linspace(first, 3.0, ROUNDS)
     spent[1] = first  # evaluations are at every second round
     with_columns(folder, epsilon_pld=spent)
-    assert whole(pieces(folder)["test_accuracy-by-epsilon"]).axes[0].get_xscale() == scale
+    assert whole_figure(pieces(folder)["test_accuracy-by-epsilon"]).axes[0].get_xscale() == scale

@@ -65,8 +65,8 @@ def test_the_mean_of_a_runs_rounds_includes_tuning(tmp_path):
 
     other = LabelledRun({}, run("other", 0.4))
     cases = [
-        LabelledRun({}, run(f"run{seed}", 0.2), seed=seed, resampled={(0, 0): other})
+        LabelledRun({}, run(f"run{seed}", 0.2), seed=seed, resampled_runs={(0, 0): other})
         for seed in range(2)
     ]
     values = values_of(cases, "rounds.clipped")
-    assert values.values == {0: 0.2, 1: 0.2} and values.resampled == {(0, 0): {0: 0.4, 1: 0.4}}
+    assert values.values == {0: 0.2, 1: 0.2} and values.resamples == {(0, 0): {0: 0.4, 1: 0.4}}

@@ -24,7 +24,7 @@ from raydpfl import Experiment, run, storage
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.runtime import file_transfer
 from raydpfl.simulation.resolution import resolve
-from raydpfl.storage.files import SEAL, put, whole
+from raydpfl.storage.files import SEAL, is_intact, put
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +113,7 @@ def test_a_run_over_nodes_that_share_no_disk_has_the_bits_of_one_process(apart, 
     assert summary["model_sha256"] == alone.summary["model_sha256"]
     assert summary["ray"]["actors"] == 2
     name = resolve(experiment()).shards.name
-    assert whole(theirs / "data" / name)
+    assert is_intact(theirs / "data" / name)
     assert [path.name for path in theirs.glob("sent/*/*.safetensors")] == ["start.safetensors"]
 
 
@@ -133,14 +133,14 @@ def test_trials_on_a_node_that_sees_no_disk_are_sent_their_data(apart, tmp_path)
     command = [sys.executable, "-m", "raydpfl", "sweep", str(config), "--address", "auto"]
     done = processes.run([*command, "--out", place], timeout=240, env=environment, cwd=hidden)
     assert done.returncode == 0, done.stderr[-3000:]
-    with storage.reading(place) as folder:
+    with storage.readable_folder(place) as folder:
         (row,) = pq.read_table(folder / "results.parquet").to_pylist()
         told = Experiment.from_yaml(folder / row["directory"] / "config.yaml")
     alone = run(told, tmp_path / "alone")
     assert row["status"] == "completed"
     assert row["model_sha256"] == alone.summary["model_sha256"]
     name = resolve(told).shards.name
-    assert whole(theirs / "data" / name)
+    assert is_intact(theirs / "data" / name)
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_a_prepared_folder_is_sent_once_to_many_processes_of_a_node(node, tmp_pa
         files = partial(file_transfer._call, node, file_transfer._sealed_files, str(folder))
         copies = [pool.submit(file_transfer._copy, folder, place, node, files) for _ in range(3)]
         assert {copy.result() for copy in copies} == {place}
-    assert whole(place)
+    assert is_intact(place)
     names = {path.name for path in folder.iterdir()}
     assert {path.name for path in place.iterdir()} == names
     for name in names - {SEAL}:
@@ -173,8 +173,10 @@ def test_a_prepared_folder_is_sent_once_to_many_processes_of_a_node(node, tmp_pa
 
 def test_what_is_here_is_not_sent(tmp_path):
     put(tmp_path / "here", lambda scratch: (scratch / "a").write_text("1"))
-    assert file_transfer.prepared(str(tmp_path / "here"), "no node") == tmp_path / "here"
-    assert file_transfer.file(str(tmp_path / "here" / "a"), "no node") == tmp_path / "here" / "a"
+    assert file_transfer.fetch_folder(str(tmp_path / "here"), "no node") == tmp_path / "here"
+    assert (
+        file_transfer.fetch_file(str(tmp_path / "here" / "a"), "no node") == tmp_path / "here" / "a"
+    )
 
 
 def test_a_file_arrives_under_each_of_its_names(node, tmp_path, monkeypatch):
@@ -183,7 +185,7 @@ def test_a_file_arrives_under_each_of_its_names(node, tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(b"weights")
     with monkeypatch.context() as there:
         there.setattr(file_transfer.Path, "is_file", lambda path: False)
-        sent = [file_transfer.file(str(tmp_path / name), node) for name in ("a", "b")]
+        sent = [file_transfer.fetch_file(str(tmp_path / name), node) for name in ("a", "b")]
     assert [path.name for path in sent] == ["a", "b"]
     assert [path.read_bytes() for path in sent] == [b"weights"] * 2
 

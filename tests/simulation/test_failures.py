@@ -26,7 +26,7 @@ from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.probes import heterogeneity
 from raydpfl.runtime import session
 from raydpfl.runtime.actor_pool import Patience
-from raydpfl.runtime.worker import ready
+from raydpfl.runtime.worker import start_worker
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.resolution import resolve
 
@@ -120,13 +120,13 @@ def test_a_module_that_sleeps_in_the_process_of_the_run_is_named(samples, tmp_pa
 def test_patience_follows_from_the_calls_before():
     auto = Patience("auto")
     assert auto.seconds(100) == auto.FIRST and not auto.certain
-    auto.took(2.0, cost=100)
+    auto.record_call(2.0, cost=100)
     assert auto.certain and auto.seconds(100) == auto.FLOOR + auto.TIMES * 2.0
     assert auto.seconds(1) == auto.seconds(100)
     assert auto.seconds(1000) == auto.FLOOR + auto.TIMES * 20.0
     assert auto.seconds(100, attempts=1) == 2 * auto.seconds(100)
     fixed = Patience(3.0)
-    fixed.took(50.0, cost=1)
+    fixed.record_call(50.0, cost=1)
     assert fixed.certain and fixed.seconds(1000, attempts=2) == 3.0
 
 
@@ -141,7 +141,7 @@ def test_the_timeout_is_no_part_of_what_a_run_computes(tmp_path):
 
 def test_a_node_without_the_prepared_data_is_named_with_the_variable_to_set(tmp_path):
     with pytest.raises(ConfigError) as error:
-        ready(ClientActor(), pickle.dumps(experiment()), str(tmp_path / "data" / "abc"), ())
+        start_worker(ClientActor(), pickle.dumps(experiment()), str(tmp_path / "data" / "abc"), ())
     assert error.value.field == "RAYDPFL_CACHE" and error.value.value == str(tmp_path)
     assert socket.gethostname() in str(error.value)
 
@@ -156,7 +156,7 @@ def test_a_node_without_the_users_module_is_named_with_the_variable_to_set(tmp_p
         pickled = pickle.dumps(experiment(bounding={"kind": "only_at_home:Mine", "bound": 1.0}))
     sys.modules.pop("only_at_home")
     with pytest.raises(ConfigError, match="only_at_home") as error:
-        ready(ClientActor(), pickled, shards, ("/nowhere",))
+        start_worker(ClientActor(), pickled, shards, ("/nowhere",))
     assert error.value.field == "PYTHONPATH" and socket.gethostname() in str(error.value)
 
 
@@ -302,7 +302,7 @@ def test_a_signal_that_is_lost_while_ray_starts_ends_the_run_all_the_same(name, 
 
 
 def test_a_second_signal_raises_at_once():
-    with signals.handled(), signals.deferred():
+    with signals.handle_signals(), signals.defer_signals():
         signal.raise_signal(signal.SIGINT)
         assert signals.asked()
         with pytest.raises(KeyboardInterrupt):
@@ -314,14 +314,14 @@ def test_an_interrupt_while_heterogeneity_is_measured_keeps_the_finished_run(tmp
     local = {"kind": "sgd", "steps": 5, "batch": 10, "lr": 0.1, "weight_decay": 0.1}
     measured = experiment(data={"clients": 20}, local=local, measure=["heterogeneity"])
     whole = run(measured, tmp_path / "whole")
-    sound = heterogeneity.measured
+    sound = heterogeneity.measure_clients
 
     def interrupted(*parts):
         yield next(sound(*parts))
         signal.raise_signal(signal.SIGINT)
         yield 1, 41
 
-    monkeypatch.setattr(heterogeneity, "measured", interrupted)
+    monkeypatch.setattr(heterogeneity, "measure_clients", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(measured, tmp_path / "out")
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -329,7 +329,7 @@ def test_an_interrupt_while_heterogeneity_is_measured_keeps_the_finished_run(tmp
     assert "--resume" in summary["reason"]
     assert summary["model_sha256"] == whole.summary["model_sha256"]
 
-    monkeypatch.setattr(heterogeneity, "measured", sound)
+    monkeypatch.setattr(heterogeneity, "measure_clients", sound)
     steps = []
     progress = lambda done, of: steps.append((done, of))  # noqa: E731
     resumed = run(measured, tmp_path / "out", resume=True, on_measure=progress).summary

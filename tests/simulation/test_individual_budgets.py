@@ -6,10 +6,10 @@ import pytest
 from conftest import experiment
 
 from raydpfl import privacy, run
-from raydpfl.check.runs import carried_out
+from raydpfl.check.runs import run_plan
 from raydpfl.errors import ConfigError
 from raydpfl.simulation.coordinator import Coordinator
-from raydpfl.simulation.planned_guarantee import of_config
+from raydpfl.simulation.planned_guarantee import planned_budget
 from raydpfl.simulation.resolution import resolve
 
 FEW = {
@@ -71,11 +71,11 @@ def test_budgets_that_nobody_reaches_change_no_bit(tmp_path):
 @pytest.mark.slow
 def test_the_bits_are_the_same_on_actors_and_after_a_resume(tmp_path):
     plan = resolve(experiment(**FEW, noise={"kind": "gaussian", "std": 1.0, "placement": "client"}))
-    inline = carried_out(plan, tmp_path / "inline")
+    inline = run_plan(plan, tmp_path / "inline")
     assert inline.state.states["individual"]["left"].any()
-    others = [carried_out(plan, tmp_path / f"{n}", n) for n in (0, 3)]
-    carried_out(plan, tmp_path / "resumed", until=3)
-    others.append(carried_out(plan, tmp_path / "resumed", resume=True))
+    others = [run_plan(plan, tmp_path / f"{n}", n) for n in (0, 3)]
+    run_plan(plan, tmp_path / "resumed", stop_round=3)
+    others.append(run_plan(plan, tmp_path / "resumed", resume=True))
     for other in others:
         assert np.array_equal(other.state.model, inline.state.model)
         for name, values in inline.state.states["individual"].items():
@@ -84,14 +84,14 @@ def test_the_bits_are_the_same_on_actors_and_after_a_resume(tmp_path):
 
 def test_what_clients_had_spent_cannot_be_lost_by_fresh_noise(tmp_path):
     plan = resolve(experiment(**FEW))
-    carried_out(plan, tmp_path, until=2)
+    run_plan(plan, tmp_path, stop_round=2)
     with pytest.raises(ConfigError, match=r"none with privacy\.individual"):
         Coordinator(plan, str(tmp_path), resume=True, fresh_noise=True).start()
 
 
 def test_a_poisson_cohort_stays_amplified_and_a_plan_says_what_budgets_hold():
     sections = {**FEW, "selection": {"kind": "poisson", "cohort": 20}}
-    budget = of_config(experiment(**sections))
+    budget = planned_budget(experiment(**sections))
     assert budget.guarantees[0].kind == "rigorous"
     assert "cohort hidden" in str(budget.guarantees[0].sampling)
     assert any("individual budgets" in note for note in budget.notes)
@@ -105,6 +105,6 @@ def test_the_budget_command_shows_own_budgets_in_its_table_and_its_sentence(tmp_
     assert code == 0 and "every aggregate, cohort known, own budgets 4" in rows
     assert "Epsilon 4 at delta 1e-05 means" in said.split("\n\n")[-1]
     amplified = "a hidden cohort amplifies"
-    for one in of_config(experiment(privacy={"individual": 4.0})).guarantees:
+    for one in planned_budget(experiment(privacy={"individual": 4.0})).guarantees:
         knows = "cohort known" in one.sampling.knows
         assert knows == (amplified not in one.sentence().partition("Not accounted for")[2])

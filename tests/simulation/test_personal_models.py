@@ -10,7 +10,7 @@ from torch import nn
 
 import raydpfl
 from raydpfl import models
-from raydpfl.check.runs import carried_out
+from raydpfl.check.runs import run_plan
 from raydpfl.core.messages import LOCAL_PART, ChunkResult
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Shards
@@ -59,7 +59,7 @@ def test_a_batchnorm_with_frozen_statistics_keeps_samples_apart():
     x = form((1, 28, 28)).inputs(4, stream(0, Purpose.DATA))
     together = module.train()(x)
     assert torch.allclose(together, torch.cat([module.train()(each) for each in x.split(1)]))
-    assert models.is_still(module[2]) and not models.is_still(module[1])
+    assert models.has_frozen_buffer(module[2]) and not models.has_frozen_buffer(module[1])
     # so that each sample's gradient can be clipped, as the loop does it
     assert choose_backend(module, Sgd(), form((1, 28, 28)), clip=1.0) == "layerwise"
 
@@ -147,7 +147,7 @@ def accuracy(plan: Plan, clients: list[nn.Module]) -> float:
 def test_own_parts_are_trained_as_in_a_plain_loop(tmp_path, model, own, backend):
     plan = resolve(experiment(**{**PLAIN, "model": model}))
     assert plan.experiment.client.backend == backend
-    run = carried_out(plan, tmp_path)
+    run = run_plan(plan, tmp_path)
     shared, clients, norms = by_hand(plan, own, 3)
     assert plan.d == len(shared) and torch.allclose(
         shared, torch.from_numpy(run.state.model), atol=1e-5
@@ -156,7 +156,7 @@ def test_own_parts_are_trained_as_in_a_plain_loop(tmp_path, model, own, backend)
     assert np.allclose(run.columns[-1]["norm"], norms, rtol=1e-4)
     split = models.ParameterSplit.of(clients[0])
     for client, net in enumerate(clients):
-        numbers = split.kept(models.trained(net)[None])[0]
+        numbers = split.local_part(models.trained(net)[None])[0]
         assert torch.allclose(numbers, torch.from_numpy(run.state.memory.own[client]), atol=1e-4)
     row = run.record.rounds.arrow().to_pylist()[-1]
     assert row["validation_accuracy"] == pytest.approx(accuracy(plan, clients))
@@ -191,7 +191,7 @@ def test_who_has_not_taken_part_is_not_scored(tmp_path):
     nobody = {"kind": "poisson", "cohort": 1}
     scored = {**SCORED, "per_client": "accuracy"}
     e = experiment(**{**PLAIN, "selection": nobody, "evaluate": scored, "model": model})
-    run = carried_out(resolve(e), tmp_path)
+    run = run_plan(resolve(e), tmp_path)
     table = run.record.tables["client_scores"].arrow().to_pylist()
     for t, row in enumerate(run.record.rounds.arrow().to_pylist()):
         took_part = set(np.concatenate([each["client"] for each in run.columns[: t + 1]]))
@@ -221,15 +221,15 @@ def test_an_own_part_that_is_no_number_is_its_clients_error(tmp_path):
         ("wild", wild, r"client \d: its personal model is not finite"),
     ):
         with pytest.raises(ClientError, match=message):
-            carried_out(resolve(experiment(**sections)), tmp_path / name)
+            run_plan(resolve(experiment(**sections)), tmp_path / name)
     drop = {"client": {"on_error": "drop"}}
-    run = carried_out(resolve(experiment(**sick, **drop)), tmp_path / "sick drop")
+    run = run_plan(resolve(experiment(**sick, **drop)), tmp_path / "sick drop")
     kept = np.sum([np.isfinite(columns["norm"]) for columns in run.columns], axis=0)
     assert 0 < kept.sum() < 15
     # what it had before the round, five steps of each that it was part of
     assert [float(run.state.memory.own[client][0]) for client in range(5)] == (5 * kept).tolist()
     plan = resolve(experiment(**wild, **drop))
-    run = carried_out(plan, tmp_path / "wild drop")
+    run = run_plan(plan, tmp_path / "wild drop")
     _, start = start_of(plan)
     assert all(np.array_equal(own, models.flatten(start)) for own in run.state.memory.own.values())
     assert (np.concatenate([columns["norm"] for columns in run.columns]) > 0).all()
@@ -251,10 +251,10 @@ def test_what_travels_alone_is_bounded_and_noised(tmp_path):
         "noise": {"kind": "gaussian", "multiplier": 2.0, "placement": "server"},
     }
     plan = resolve(experiment(**{**PLAIN, **noised, **OWN_HEAD}))
-    run = carried_out(plan, tmp_path)
+    run = run_plan(plan, tmp_path)
     _, start = start_of(plan)
-    initial = models.ParameterSplit.of(start).kept(models.trained(start)[None])[0].numpy()
-    for total, added in zip(run.totals, run.added, strict=True):
+    initial = models.ParameterSplit.of(start).local_part(models.trained(start)[None])[0].numpy()
+    for total, added in zip(run.totals, run.server_noise, strict=True):
         assert total.shape == added.shape == (plan.d,)
         assert np.linalg.norm(total) == pytest.approx(0.05, rel=1e-6)  # all of it is what travels
         assert np.std(added) == pytest.approx(2.0 * 0.05, rel=0.1)
@@ -302,7 +302,7 @@ def tuned_by_hand(plan: Plan, net: nn.Module, client: int) -> nn.Module:
 def test_scores_are_those_of_clients_that_fine_tune_in_a_plain_loop(tmp_path, sections):
     e = experiment(**{**PLAIN, "evaluate": TUNED, "rounds": 2, **sections})
     plan = resolve(e)
-    run = carried_out(plan, tmp_path)
+    run = run_plan(plan, tmp_path)
     nets = []
     _, start = start_of(plan)
     for client in range(5):
@@ -320,7 +320,7 @@ def test_scores_are_those_of_clients_that_fine_tune_in_a_plain_loop(tmp_path, se
     else:  # of the model itself, which nobody has trained further
         assert row["validation_accuracy"] < row["client_accuracy_mean"] - 0.05
         plain = resolve(experiment(**{**PLAIN, **sections, "rounds": 2}))
-        plain = carried_out(plain, tmp_path / "plain")
+        plain = run_plan(plain, tmp_path / "plain")
         assert np.array_equal(run.state.model, plain.state.model)
 
 
@@ -343,7 +343,7 @@ def ditto_by_hand(plan: Plan, received: list[torch.Tensor], client: int) -> nn.M
 
     for t, flat in enumerate(received):
         models.load(model, flat)
-        drawn, _ = batches(e.seed, t, [client], [personalization.PERSONAL], sizes, e.personal)
+        drawn, _ = batches(e.seed, t, [client], [personalization.PERSONAL_DRAW], sizes, e.personal)
         steps_by_hand(net, (x, y), drawn[0], e.personal.lr, pull)
     return net
 
@@ -358,10 +358,10 @@ def test_ditto_is_that_of_a_plain_loop_and_changes_nothing_that_is_sent(tmp_path
     _, start = start_of(plan)
     received = [models.flatten(start)]
     for t in range(1, 3):
-        before = carried_out(plain, tmp_path / f"plain {t}", until=t)
+        before = run_plan(plain, tmp_path / f"plain {t}", stop_round=t)
         received.append(torch.from_numpy(before.state.model))
-    run = carried_out(plan, tmp_path / "run")
-    without = carried_out(plain, tmp_path / "plain")
+    run = run_plan(plan, tmp_path / "run")
+    without = run_plan(plain, tmp_path / "plain")
     assert np.array_equal(run.state.model, without.state.model) and not without.state.memory.own
     nets = [ditto_by_hand(plan, received, client) for client in range(5)]
     for client, net in enumerate(nets):

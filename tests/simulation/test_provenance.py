@@ -24,7 +24,7 @@ from raydpfl.errors import RunError
 from raydpfl.methods.selection import Cohort, Selection
 from raydpfl.methods.weights import Weights
 from raydpfl.privacy import Ledger, Sampling, Segment, epsilon
-from raydpfl.runtime.worker import ready
+from raydpfl.runtime.worker import start_worker
 from raydpfl.simulation import provenance, user_code
 from raydpfl.simulation.checkpoint import load
 from raydpfl.simulation.client.actor import ClientActor
@@ -172,7 +172,7 @@ def test_the_capability_tells_processors_apart_that_round_differently_and_no_oth
 @pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
 def test_compiled_code_that_draws_or_trains_to_something_else_is_another_capability(monkeypatch):
     """Also one that passes what is looked at when it is loaded."""
-    assert provenance._digest(provenance._compiled()) == provenance.COMPILED
+    assert provenance._digest(provenance._native_results()) == provenance.COMPILED_DIGEST
     sound = provenance.capability()
     assert "native" not in sound
     drawn = native.normals
@@ -205,7 +205,7 @@ def test_a_node_that_computes_otherwise_is_named_with_what_to_set():
     here = provenance.capability()["cpu"]
     said = f"node .* computes otherwise .*cpu {here} instead of SVE256.* ATEN_CPU_CAPABILITY"
     with pytest.raises(RunError, match=said):
-        ready(ClientActor(), *given)
+        start_worker(ClientActor(), *given)
     provenance.check_node("here", provenance.capability())
 
 
@@ -325,7 +325,7 @@ def test_fresh_noise_goes_on_and_counts_what_was_released_twice(sections, tmp_pa
     once = int(plan.composed_rounds[-1])
     counts = range(once, once + 3)
     spent = {n: epsilon(plan.mechanism, "replace_one", 1e-5, n, "pld") for n in counts}
-    assert ledger.spent().epsilon["pld"] == pytest.approx(spent[once + 2], rel=1e-9)
+    assert ledger.spending().epsilon["pld"] == pytest.approx(spent[once + 2], rel=1e-9)
     # Of public cohorts the participations are known: 5 releases of either group.
     counted = once + 1 if sections.get("selection") else once + 2
     assert result.guarantees[0].epsilon == pytest.approx(spent[counted], rel=1e-9)
@@ -353,18 +353,20 @@ def test_fresh_noise_at_local_steps_counts_each_clients_participations_of_both(t
 def test_rounds_released_again_have_secret_cohorts_batches_and_noise_of_their_own(tmp_path):
     begun(tmp_path / "run", 3, 5, **LONG)
     plan = resolve(experiment(**LONG))
-    restarted = plan.continued((Segment(0, 0, 5),), restart_round=3)
+    restarted = plan.extend_history((Segment(0, 0, 5),), restart_round=3)
     assert len({plan.seed, restarted.seed, plan.noise_seed, restarted.noise_seed}) == 4
     assert restarted.cohort_seed() == restarted.seed and plan.cohort_seed() == 3
     public = resolve(experiment(selection={"kind": "cyclic", "period": 2}, **LONG))
-    public = public.continued((Segment(0, 0, 5),), restart_round=3)
+    public = public.extend_history((Segment(0, 0, 5),), restart_round=3)
     assert public.cohort_seed() == 3 != public.seed
     assert len(restarted.draws(8)) == 5 + 5 and restarted.repeated == 2
     # of epochs of 4 rounds the old cohorts are of two, the new ones, from round 3 on, of two more
     allocated = {"selection": {"kind": "balls_in_bins", "epoch": 4}, **LONG}
     allocated["privacy"] = {"accountants": ["pld"]}
-    allocated = resolve(experiment(**allocated)).continued((Segment(0, 0, 5),), restart_round=3)
-    composed = allocated.composed_rounds[3:] + allocated.composed_before
+    allocated = resolve(experiment(**allocated)).extend_history(
+        (Segment(0, 0, 5),), restart_round=3
+    )
+    composed = allocated.composed_rounds[3:] + allocated.extra_composed_rounds
     assert allocated.repeated == 2 and composed.tolist() == [12, 13, 14, 15, 16]
 
 

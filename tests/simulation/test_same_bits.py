@@ -24,7 +24,7 @@ from conftest import experiment
 from processes import client_actors, none_left, wait_for_rounds
 
 from raydpfl import Experiment, run
-from raydpfl.check.runs import Watched, carried_out
+from raydpfl.check.runs import RecordingCoordinator, run_plan
 from raydpfl.core.messages import Grid
 from raydpfl.data.sizes import Sizes
 from raydpfl.methods.bounding import FAMILY
@@ -91,7 +91,7 @@ class Bits:
         return self.model
 
 
-def assert_same_bits(found: Watched, expected: Watched | Bits) -> None:
+def assert_same_bits(found: RecordingCoordinator, expected: RecordingCoordinator | Bits) -> None:
     """Of the model, and of every round's sum, which the model rounds to float32."""
     assert np.array_equal(found.parameters(), expected.parameters())
     assert len(found.totals) == len(expected.totals)
@@ -124,7 +124,7 @@ def test_losses_are_those_of_chunks_that_train_alone(sections, tmp_path):
     """However soon others of the chunks that train together have made their steps."""
     data = {"kind": "synthetic", "sizes": {"kind": "spread"}, **sections["data"]}
     plan = resolve(experiment(**{**sections, "data": data}))
-    runs = [carried_out(plan, tmp_path / str(actors), actors) for actors in (None, 0, 3)]
+    runs = [run_plan(plan, tmp_path / str(actors), actors) for actors in (None, 0, 3)]
     for one, *others in zip(*(watched.columns for watched in runs), strict=True):
         for other in others:
             np.testing.assert_array_equal(other["train_loss"], one["train_loss"])
@@ -141,7 +141,7 @@ def inline_run(method: str) -> tuple[Plan, Bits, pa.Table]:
     """The plan of a method, carried out inline, and the table of its rounds."""
     plan = resolve(experiment(**{"rounds": 3, **METHODS[method]}))
     with tempfile.TemporaryDirectory() as out:
-        inline = carried_out(plan, Path(out))
+        inline = run_plan(plan, Path(out))
         bits = Bits(inline.parameters(), inline.totals)
         return plan, bits, pq.read_table(Path(out) / "rounds.parquet")
 
@@ -151,7 +151,7 @@ def test_however_chunks_are_assigned_the_bits_are_those_of_the_inline_run(method
     """To an actor per client, and to three."""
     plan, inline, expected = inline_run(method)
     for actors in (0, 3):
-        assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), inline)
+        assert_same_bits(run_plan(plan, tmp_path / str(actors), actors), inline)
         rows = pq.read_table(tmp_path / str(actors) / "rounds.parquet")
         of_clients = [name for name in expected.column_names if name.startswith("client_")]
         for name in (*COLUMNS, *of_clients):
@@ -165,13 +165,13 @@ def test_chunks_of_several_widths_are_assigned_with_the_bits_of_the_inline_run(
     # so that a chunk is of clients that cost the same
     monkeypatch.setattr(BACKENDS[backend], "calls", 0)
     cut = []
-    joined = ClientActor.joined
+    joined = ClientActor.join_chunks
 
     def noted(actor, given):
         cut.extend(len(chunk.clients) for chunk in given)
         return joined(actor, given)
 
-    monkeypatch.setattr(ClientActor, "joined", noted)
+    monkeypatch.setattr(ClientActor, "join_chunks", noted)
     changes = {
         **TINY,
         "data": LOGNORMAL,
@@ -182,10 +182,10 @@ def test_chunks_of_several_widths_are_assigned_with_the_bits_of_the_inline_run(
     if backend == "one_batch":
         changes["model"] = METHODS["adapters, unequal clients"]["model"]
     plan = resolve(experiment(**changes))
-    inline = carried_out(plan, tmp_path / "inline")
+    inline = run_plan(plan, tmp_path / "inline")
     assert len(set(cut)) > 1 and max(cut) <= 5
     for actors in (0, 3):
-        assert_same_bits(carried_out(plan, tmp_path / str(actors), actors), inline)
+        assert_same_bits(run_plan(plan, tmp_path / str(actors), actors), inline)
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_models_of_clients_own_have_the_bits_of_the_inline_run(tmp_path):
     )
     own = []
     for actors in (None, 0, 3):
-        assigned = carried_out(plan, tmp_path / str(actors), actors)
+        assigned = run_plan(plan, tmp_path / str(actors), actors)
         own.append({client: each.tobytes() for client, each in assigned.state.memory.own.items()})
     assert own[0] == own[1] == own[2]
 
@@ -234,8 +234,8 @@ def test_a_run_taken_up_from_its_checkpoint_gives_the_bits_of_one_that_went_thro
 ):
     plan, whole, _ = inline_run(method)
     pause = plan.experiment.rounds // 2
-    carried_out(plan, tmp_path / "paused", until=pause)
-    rest = carried_out(plan, tmp_path / "paused", resume=True)
+    run_plan(plan, tmp_path / "paused", stop_round=pause)
+    rest = run_plan(plan, tmp_path / "paused", resume=True)
     assert np.array_equal(rest.parameters(), whole.parameters())
     assert np.array_equal(rest.totals, whole.totals[pause:])
 
@@ -245,11 +245,11 @@ def test_columns_of_clients_are_the_same_however_chunks_are_assigned_and_after_a
     """The last global update, which angles are taken to, is a state of the measure."""
     measured = ["clients", {"kind": "bounding", "repeats": 2}]
     plan = resolve(experiment(measure=measured, local={"steps": 3, "batch": 4}))
-    carried_out(plan, tmp_path / "inline")
+    run_plan(plan, tmp_path / "inline")
     for actors in (0, 3):
-        carried_out(plan, tmp_path / str(actors), actors)
-    carried_out(plan, tmp_path / "resumed", until=2)
-    carried_out(plan, tmp_path / "resumed", resume=True)
+        run_plan(plan, tmp_path / str(actors), actors)
+    run_plan(plan, tmp_path / "resumed", stop_round=2)
+    run_plan(plan, tmp_path / "resumed", resume=True)
     expected = pq.read_table(tmp_path / "inline" / "clients.parquet")
     assert np.isfinite(expected["angle"].to_numpy()[20:]).all()
     for name in ("0", "3", "resumed"):
@@ -407,19 +407,19 @@ def test_updates_that_are_only_scaled_are_added_up_as_the_vectors_that_clients_s
     """What takes each client's vector in float64 is the reference."""
     noise = {"kind": "gaussian", "multiplier": multiplier} if multiplier else {"kind": "none"}
     plan = resolve(experiment(noise=noise, weights={"kind": "data"}, rounds=2))
-    scaled = carried_out(plan, tmp_path / "scaled")
+    scaled = run_plan(plan, tmp_path / "scaled")
     monkeypatch.setattr(actor, "choose", lambda state, training: Contribution)
-    assert_same_bits(carried_out(plan, tmp_path / "vectors"), scaled)
+    assert_same_bits(run_plan(plan, tmp_path / "vectors"), scaled)
 
 
 @pytest.mark.parametrize("backend", ["fused", "compiled"])
 def test_chunks_of_unequal_clients_are_joined_for_the_threads_of_compiled_code(backend):
     method = METHODS["lognormal sizes, fused"]
     plan = resolve(experiment(**{**method, "client": {"backend": backend, "chunk": 4}}))
-    sizes = plan.experiment.local.rows_used(np.array(plan.population.sizes))
+    sizes = plan.experiment.local.max_rows(np.array(plan.population.sizes))
     clients = np.arange(len(sizes))
     cut = chunks(Cohort.of(clients), np.ones(len(sizes)), sizes, 4)
-    found = list(ClientActor(plan.experiment, str(plan.shards)).joined(cut))
+    found = list(ClientActor(plan.experiment, str(plan.shards)).join_chunks(cut))
     together = np.concatenate([chunk.clients for chunk in found])
     assert np.array_equal(np.sort(together[together >= 0]), clients)
     assert all((sizes[chunk.members[chunk.members >= 0]] <= chunk.rows).all() for chunk in found)

@@ -13,7 +13,7 @@ from raydpfl.core.messages import Chunk
 from raydpfl.errors import ConfigError
 from raydpfl.methods.selection import Cohort
 from raydpfl.runtime import orphan_cleanup, session
-from raydpfl.runtime.capacity import capacity, wanted
+from raydpfl.runtime.capacity import actor_count, capacity
 from raydpfl.sections import Client
 from raydpfl.simulation import scheduler
 from raydpfl.simulation.scheduler import Costs, assign_chunks, assign_singly, chunks, rows
@@ -135,17 +135,17 @@ def test_a_part_of_a_chunk_has_the_states_of_its_clients():
     parts = [chunk.part(slice(0, 2)), chunk.part(slice(2, 4))]
     held = [{k: v.tolist() for k, v in part.memory["bounding"].items()} for part in parts]
     assert held == [{0: [0, 0]}, {0: [2, 2], 1: [3, 3]}]
-    joined = Chunk.joined([parts[0], chunk.part(slice(1, 2)), parts[1]])
+    joined = Chunk.concatenate([parts[0], chunk.part(slice(1, 2)), parts[1]])
     assert sorted(joined.memory["bounding"]) == [0, 3, 4]
 
 
 def test_what_a_row_costs_is_learned_from_the_rounds():
     costs = Costs()
     made = cut([10] * 32 + [20] * 32, 4)
-    assert not costs.fitted and costs.of(made).tolist() == [rows([chunk]) for chunk in made]
-    costs.took(made[:4], 0.4)
-    costs.took(made[4:], 2.0)
-    costs.took(made, 2.4)
+    assert not costs.is_fitted and costs.of(made).tolist() == [rows([chunk]) for chunk in made]
+    costs.record(made[:4], 0.4)
+    costs.record(made[4:], 2.0)
+    costs.record(made, 2.4)
     assert costs.of(made) == pytest.approx([0.1] * 8 + [0.2] * 8)
 
 
@@ -181,13 +181,23 @@ def test_capacity_packs_gpu_fractions_per_device_and_cpus_per_node(cpus, gpus, n
 
 
 def test_auto_takes_one_actor_per_slot_and_no_more_than_there_are_chunks():
-    assert wanted(Client(), 100, 50, [{"CPU": 2}], elastic=True) == 2
-    assert wanted(Client(), 100, 1, [{"CPU": 2}], elastic=True) == 1
-    assert wanted(Client(num_cpus=2), 100, 50, [{"CPU": 3}, {"CPU": 3}], elastic=False) == 2
-    assert wanted(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, left={"CPU": 3.0}) == 3
-    assert wanted(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, left={}, inline=True) == 1
+    assert actor_count(Client(), 100, 50, [{"CPU": 2}], elastic=True) == 2
+    assert actor_count(Client(), 100, 1, [{"CPU": 2}], elastic=True) == 1
+    assert actor_count(Client(num_cpus=2), 100, 50, [{"CPU": 3}, {"CPU": 3}], elastic=False) == 2
+    assert (
+        actor_count(
+            Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, available_resources={"CPU": 3.0}
+        )
+        == 3
+    )
+    assert (
+        actor_count(
+            Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, available_resources={}, inline=True
+        )
+        == 1
+    )
     with pytest.raises(ConfigError, match=r"client.actors = 'auto'.*other runs have all"):
-        wanted(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, left={})
+        actor_count(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, available_resources={})
 
 
 @pytest.mark.slow
@@ -197,13 +207,13 @@ def test_what_ray_says_is_free_is_what_other_runs_have_left(shared_ray):
             return True
 
     whole = shared_ray.cluster_resources()["CPU"]
-    assert session.free()["CPU"] == whole
+    assert session.free_resources()["CPU"] == whole
     other = shared_ray.remote(Held).options(num_cpus=whole - 1).remote()
     shared_ray.get(other.look.remote())
 
     def wait_for(cores: float) -> None:  # Ray tells of it a little later
         deadline = time.monotonic() + 20
-        while session.free()["CPU"] != cores:
+        while session.free_resources()["CPU"] != cores:
             assert time.monotonic() < deadline
 
     wait_for(1.0)
@@ -213,7 +223,7 @@ def test_what_ray_says_is_free_is_what_other_runs_have_left(shared_ray):
 
 @pytest.mark.slow
 def test_client_actors_of_other_runs_of_this_machine_are_counted():
-    before = session.at_work()
+    before = session.count_client_actors()
     for marked in (False, True):
         environment = {**os.environ, orphan_cleanup.MARK: "theirs"} if marked else None
         command = ["bash", "-c", "exec -a ray::ClientActor.train sleep 60"]
@@ -222,7 +232,7 @@ def test_client_actors_of_other_runs_of_this_machine_are_counted():
             deadline = time.monotonic() + 20
             while not any("ray::" in word for word in psutil.Process(process.pid).cmdline()[:1]):
                 assert time.monotonic() < deadline
-            assert session.at_work() == before + marked
+            assert session.count_client_actors() == before + marked
         finally:
             process.kill()
             process.wait()
@@ -230,11 +240,11 @@ def test_client_actors_of_other_runs_of_this_machine_are_counted():
 
 def test_a_cluster_that_others_share_is_never_asked_for_more_than_it_holds():
     with pytest.raises(ConfigError, match=r"client.actors = 3: expected at most 2 actors of 1 CPU"):
-        wanted(Client(actors=3), 100, 50, [{"CPU": 2}], elastic=False)
+        actor_count(Client(actors=3), 100, 50, [{"CPU": 2}], elastic=False)
 
 
 def test_this_machine_is_asked_for_what_its_memory_holds():
-    assert wanted(Client(actors=4), 100, 50, [{"CPU": 2}], elastic=True) == 4
+    assert actor_count(Client(actors=4), 100, 50, [{"CPU": 2}], elastic=True) == 4
     said = r"client.actors = 'per-client': expected at most \d+ actors fit here"
     with pytest.raises(ConfigError, match=said):
-        wanted(Client(actors="per-client"), 10_000_000, 50, [{"CPU": 2}], elastic=True)
+        actor_count(Client(actors="per-client"), 10_000_000, 50, [{"CPU": 2}], elastic=True)

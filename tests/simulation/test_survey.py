@@ -20,7 +20,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.methods.noise.keyed_noise import survey_noise
 from raydpfl.models import metric_columns
 from raydpfl.models.client_histogram import Histogram
-from raydpfl.models.metrics import called
+from raydpfl.models.metrics import find_metric
 from raydpfl.privacy import (
     Mechanism,
     Query,
@@ -32,7 +32,7 @@ from raydpfl.privacy import (
     guarantees,
     report_of,
 )
-from raydpfl.simulation.planned_guarantee import of_config
+from raydpfl.simulation.planned_guarantee import planned_budget
 from raydpfl.simulation.resolution import resolve
 
 DELTA = 1e-5
@@ -96,10 +96,10 @@ def test_with_everyone_in_every_round_all_is_one_gaussian(relation):
 def test_a_loss_with_surveys_lies_between_that_of_the_rounds_and_simple_composition(kind):
     relation = "add_remove" if kind == "poisson" else "replace_one"
     whole = mechanism(kind)
-    bare = epsilon(whole.asking(0), relation, DELTA / 2)
+    bare = epsilon(whole.with_surveys(0), relation, DELTA / 2)
     alone = float(gaussian_epsilon(whole.survey.mu(relation), DELTA / 2))
     found = epsilon(whole, relation, DELTA)
-    assert epsilon(whole.asking(0), relation, DELTA) < found < bare + alone
+    assert epsilon(whole.with_surveys(0), relation, DELTA) < found < bare + alone
     assert found > float(gaussian_epsilon(whole.survey.mu(relation), DELTA))
 
 
@@ -109,7 +109,9 @@ def test_a_curve_counts_the_surveys_that_were_released_until_then(kind):
     rounds = np.arange(1, 41)
     report = report_of(whole, ["pld"], Terms("replace_one", DELTA))
     found = report.curves(None, rounds, rounds // 10)["pld"]
-    expected = [epsilon(whole.asking(t // 10), "replace_one", DELTA, t) for t in (1, 9, 10, 25, 40)]
+    expected = [
+        epsilon(whole.with_surveys(t // 10), "replace_one", DELTA, t) for t in (1, 9, 10, 25, 40)
+    ]
     assert found[[0, 8, 9, 24, 39]] == pytest.approx(expected, rel=1e-4)
     assert (np.diff(found) > 0).all()
 
@@ -119,7 +121,7 @@ def test_of_many_surveys_a_curve_counts_some_early_and_none_late():
     rounds = np.arange(1, 101)
     report = report_of(whole, ["pld"], Terms("replace_one", DELTA))
     found = report.curves(None, rounds, rounds)["pld"]
-    exact = [epsilon(whole.asking(t), "replace_one", DELTA, t) for t in rounds.tolist()]
+    exact = [epsilon(whole.with_surveys(t), "replace_one", DELTA, t) for t in rounds.tolist()]
     assert (found >= exact).all() and found[-1] == pytest.approx(exact[-1], rel=1e-12)
 
 
@@ -181,7 +183,7 @@ def test_a_budget_is_told_with_surveys_and_where_they_alone_exceed_it():
         evaluate=ASKED,
         privacy={"accountants": ["pld"]},
     )
-    budget = of_config(made)
+    budget = planned_budget(made)
     assert budget.released.endswith("; and 2 noisy histograms of the accuracy of all clients")
     by_pld = [one for one in budget.answers if one.guarantee.accountant == "pld"]
     hidden, known, single = by_pld
@@ -208,7 +210,7 @@ def test_what_is_written_are_the_noised_counts_alone(tmp_path):
         drawn = made.experiment.noise.on_survey(made.survey_seed, t, 5.0, 8, 50)
         counts = histogram.counts(values) + drawn
         assert [row["count"] for row in rows if row["round"] == t] == counts.tolist()
-        told = metric_columns.of_histogram(called("accuracy"), histogram, counts)
+        told = metric_columns.histogram_statistics(find_metric("accuracy"), histogram, counts)
         row = found.rounds.slice(t, 1).to_pylist()[0]
         assert {name: row[name] for name in told} == told
     assert found.summary["client_accuracy_mean"] != exact.summary["client_accuracy_mean"]
@@ -216,7 +218,7 @@ def test_what_is_written_are_the_noised_counts_alone(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_is_taken_up_or_goes_on_releases_and_spends_the_same(tmp_path):
-    names = [*metric_columns.of_clients(called("accuracy")), "epsilon_rdp"]
+    names = [*metric_columns.client_statistics(find_metric("accuracy")), "epsilon_rdp"]
     for evaluate in (ASKED, {**ASKED, "every": 1}):
         where = tmp_path / str(evaluate["every"])
         whole = run(experiment(evaluate=evaluate, rounds=6), where / "whole")
@@ -234,7 +236,7 @@ def test_surveys_before_a_run_was_restarted_count_too(tmp_path):
     plan = planned(
         selection={"kind": "full"}, noise=SERVER, rounds=6, evaluate={**ASKED, "every": 1}
     )
-    restarted = plan.continued((Segment(0, 0, 4), Segment(1, 2, 2)))
+    restarted = plan.extend_history((Segment(0, 0, 4), Segment(1, 2, 2)))
     assert plan.surveys.tolist() == [1, 2, 3, 4, 5, 6]
     assert restarted.surveys.tolist() == [3, 4, 5, 6, 7, 8]  # four before, then from round 3
     mu = math.sqrt(8 * 2**2 + 8 * 2 / 5.0**2)
@@ -304,10 +306,10 @@ def test_each_client_draws_its_own_part():
 def test_without_noise_the_statistics_are_those_of_the_clients_but_for_the_width_of_a_bin(seed):
     values = np.random.default_rng(seed).beta(4, 2, size=1000)
     histogram = Histogram(std=1.0, bins=200)
-    for metric in (called("accuracy"), called("loss")):
-        found = metric_columns.of_histogram(metric, histogram, histogram.counts(values))
+    for metric in (find_metric("accuracy"), find_metric("loss")):
+        found = metric_columns.histogram_statistics(metric, histogram, histogram.counts(values))
         assert list(found.values()) == pytest.approx(
-            list(metric_columns.of_clients(metric, values).values()), abs=0.005
+            list(metric_columns.client_statistics(metric, values).values()), abs=0.005
         )
 
 

@@ -26,7 +26,7 @@ from raydpfl.methods.selection import Cohort
 from raydpfl.simulation import scheduler
 from raydpfl.simulation.client import actor
 from raydpfl.simulation.client.actor import ClientActor
-from raydpfl.simulation.client.contribution import InKernel, Scaled
+from raydpfl.simulation.client.contribution import KernelContribution, ScaledContribution
 from raydpfl.simulation.resolution import resolve
 from raydpfl.training import backends
 from raydpfl.training.trainer import Trainer
@@ -113,7 +113,7 @@ def test_rows_are_read_to_their_places_on_any_number_of_threads_and_by_two_calle
 
         def read(_: int) -> bool:
             into = np.zeros_like(expected)
-            native.read(file.fileno(), at, lengths, into, places, most=7000)
+            native.read(file.fileno(), at, lengths, into, places, max_bytes=7000)
             return np.array_equal(into, expected)
 
         for count in (1, 2, 5):
@@ -287,7 +287,7 @@ class Trained:
         stds = plan.mechanism.step_stds if plan.mechanism else None
         stds = None if stds is None else stds[clients]
         costs = backends.costs(e.client.backend, e.local, sizes, plan.d, gpu=False)
-        given = plan.weights(clients), e.local.rows_used(sizes), e.client.chunk, stds, costs
+        given = plan.weights(clients), e.local.max_rows(sizes), e.client.chunk, stds, costs
         chunks = scheduler.chunks(cohort, *given)
         bound = e.bounding.initial_bound
         std = plan.client_std(0, bound)
@@ -296,7 +296,7 @@ class Trained:
         model = models.flatten(self.actor.module).numpy()
         found = self.actor.train(Broadcast(model), work, chunks)
         columns = {name: values.tobytes() for name, values in found.columns.items()}
-        return found.total.tobytes(), columns, found.dropped
+        return found.total.tobytes(), columns, found.dropped_updates
 
 
 @pytest.mark.parametrize("name", ADDED)
@@ -306,14 +306,14 @@ def test_updates_that_compiled_code_adds_up_have_the_bits_of_those_that_python_d
     trained = Trained(**ADDED[name])
     native.use(1)
     with monkeypatch.context() as alone:
-        alone.setattr(actor, "choose", lambda state, training: Scaled)
+        alone.setattr(actor, "choose", lambda state, training: ScaledContribution)
         expected = trained.share()
     assert [who for who, _ in expected[2]] == [trained.hurt] * (trained.hurt >= 0)
 
     def never(*_):
         raise AssertionError("Python adds up")
 
-    monkeypatch.setattr(Scaled, "add", never)
+    monkeypatch.setattr(ScaledContribution, "add", never)
     for count in (1, 2, 5):
         native.use(count)
         assert trained.share() == expected
@@ -326,7 +326,7 @@ def test_updates_whose_norms_do_not_say_that_they_fit_are_looked_at(most, fits, 
     monkeypatch.setattr(Grid, "of", lambda *given: replace(of(*given), most=most))
     trained = Trained(noise={"kind": "none"})
     results = []
-    for kind in (Scaled, InKernel):
+    for kind in (ScaledContribution, KernelContribution):
         monkeypatch.setattr(actor, "choose", lambda state, training, kind=kind: kind)
         with nullcontext() if fits else pytest.raises(RunError, match="diverged"):
             results.append(trained.share())
@@ -354,7 +354,7 @@ def test_threads_have_sums_of_their_own_where_compiled_code_adds_up_alone(backen
     assert began.totals.shape == (sums, native.VECTOR)
 
 
-CLOSED = {kind for kind in FAMILY if FAMILY[kind].closed is not Bounding.closed}
+CLOSED = {kind for kind in FAMILY if FAMILY[kind].closed_form is not Bounding.closed_form}
 
 
 @pytest.mark.parametrize("kind", sorted(CLOSED))
@@ -364,7 +364,7 @@ def test_the_closed_form_of_factors_is_theirs_to_the_bit(kind):
         member = FAMILY[kind](**({} if kind == "none" else {"bound": bound}))
         around = [0.0, bound, np.nextafter(bound, 0), 2 * bound]
         norms = np.concatenate([drawn, around, [5e-324, 1e300]])
-        most, above, beside = member.closed(bound)
+        most, above, beside = member.closed_form(bound)
         with np.errstate(all="ignore"):
             beyond = np.where(beside + norms > 0, above * (1 / (beside + norms)), 0.0)
         found = np.where(norms <= most, 1.0, beyond)

@@ -208,9 +208,9 @@ def test_what_a_run_keeps_is_sent_with_a_job(tmp_path, forgotten, monkeypatch):
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    with user_code.stored_code(tmp_path, first=True) as kept:
+    with user_code.stored_code(tmp_path, prefer_stored=True) as kept:
         experiment = Experiment.from_dict(CONFIG)
-        _, files = packaging.packed(CONFIG, [experiment], here, kept=kept)
+        _, files = packaging.pack(CONFIG, [experiment], here, stored_folder=kept)
     assert set(files) == KEPT - LATE and str(kept) not in sys.path
 
 
@@ -228,7 +228,7 @@ def test_kept_code_does_not_stand_in_for_another_that_is_imported(tmp_path, forg
     Experiment.from_dict(CONFIG)
     written(tmp_path / "run" / "code", **{"mine.py": MINE.replace("norm, bound_of", "2, bound_of")})
     refused = pytest.raises(ConfigError, match="a process that has not imported another mine")
-    with refused, user_code.stored_code(tmp_path / "run", first=True):
+    with refused, user_code.stored_code(tmp_path / "run", prefer_stored=True):
         pass
 
 

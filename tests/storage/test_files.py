@@ -69,7 +69,7 @@ def test_what_torchvision_prefers_to_the_raw_files_counts(tmp_path):
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     described = data.parse({"kind": "mnist", "clients": 2})
-    for name in described.stored:
+    for name in described.file_names:
         (tmp_path / name).write_bytes(b"raw")
     before = described.identity(tmp_path)
     (raw.parent / "processed").mkdir()
@@ -312,8 +312,8 @@ def test_whatever_the_umask_what_the_cache_keeps_is_believed_again(tmp_path, mon
         files.put(folder, lambda scratch: (scratch / "rows").write_text("1"))
         files.data_root(None)
         (root / "runs").mkdir(exist_ok=True)  # by a run that was submitted
-        assert files.cache_root() == root and files.whole(folder)
-        assert files.kept_json(root / "rounds" / "one.json") == [1]
+        assert files.cache_root() == root and files.is_intact(folder)
+        assert files.read_own_json(root / "rounds" / "one.json") == [1]
     finally:
         os.umask(before)
     made = {path for path in root.rglob("*") if path.stat().st_mode & 0o022}
@@ -329,17 +329,17 @@ def test_prepared_data_that_another_could_have_changed_are_made_again(how, cache
         place.chmod(0o777)
     else:
         _other_owner(place)
-    assert not files.whole(folder)
+    assert not files.is_intact(folder)
     assert "is made again" in caplog.text
     files.put(folder, lambda scratch: (scratch / "rows").write_text("2"))
-    assert files.whole(folder) and (folder / "rows").read_text() == "2"
+    assert files.is_intact(folder) and (folder / "rows").read_text() == "2"
 
 
 @pytest.mark.parametrize("how", ["for all", "of another", "link", "pipe"])
 def test_what_another_could_have_kept_is_not_read(how, cache):
     place = files.cache_root() / "rounds" / "one.json"
     files.keep_json(place, 1)
-    assert files.kept_json(place) == 1
+    assert files.read_own_json(place) == 1
     if how == "for all":
         place.chmod(0o666)
     elif how == "of another":
@@ -352,7 +352,7 @@ def test_what_another_could_have_kept_is_not_read(how, cache):
             (cache / "other.json").write_text("2")
             place.symlink_to(cache / "other.json")
     with pytest.raises(OSError):
-        files.kept_json(place)
+        files.read_own_json(place)
 
 
 def test_directories_that_begin_in_one_second_have_other_names():
@@ -360,7 +360,7 @@ def test_directories_that_begin_in_one_second_have_other_names():
 
 
 def test_a_file_address_is_a_path(tmp_path):
-    assert storage.within(f"file://{tmp_path}/a%20b", "c") == str(tmp_path / "a b" / "c")
+    assert storage.join_address(f"file://{tmp_path}/a%20b", "c") == str(tmp_path / "a b" / "c")
 
 
 def test_a_relative_cache_is_a_whole_path(tmp_path, monkeypatch):

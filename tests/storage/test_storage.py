@@ -19,7 +19,7 @@ from raydpfl.report import write
 from raydpfl.simulation import export
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.storage import lock, synced_folder
-from raydpfl.storage.files import whole as sound
+from raydpfl.storage.files import is_intact as sound
 from raydpfl.storage.run_files import Pace
 from raydpfl.storage.store import Store
 
@@ -84,7 +84,7 @@ def check_whole(address: str, whole) -> None:
 
 
 def test_a_run_on_s3_leaves_the_files_that_it_leaves_on_a_disk(s3, whole):
-    place = storage.within(s3(), "runs", "one")
+    place = storage.join_address(s3(), "runs", "one")
     result = run(described(), place)
     assert result.out == place
     check_whole(place, whole)
@@ -101,19 +101,19 @@ def unlike(rounds) -> list[str]:
 
 
 def test_what_is_read_of_a_run_is_read_of_an_address(s3, whole, tmp_path):
-    place = storage.within(s3(), "run")
+    place = storage.join_address(s3(), "run")
     run(described(), place)
     assert load(place).summary["model_sha256"] == whole.summary["model_sha256"]
-    assert export.export(place) == storage.within(place, "model.safetensors")
+    assert export.export(place) == storage.join_address(place, "model.safetensors")
     assert export.export(place, tmp_path / "model.pt").exists()
-    assert write([place]) == storage.within(place, "report")
+    assert write([place]) == storage.join_address(place, "report")
     assert b"raydpfl report" in files(place)["report/index.html"]
 
 
 def test_the_commands_take_addresses(s3, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(described().to_yaml())
-    place = storage.within(s3(), "run")
+    place = storage.join_address(s3(), "run")
 
     def said(*words: str) -> str:
         done = CliRunner().invoke(app, words)
@@ -142,7 +142,7 @@ def test_a_coordinator_in_an_actor_keeps_its_store(place, shared_ray, whole):
 
 
 def test_a_run_goes_on_at_an_address_from_any_machine(s3, whole, tmp_path, monkeypatch):
-    place = storage.within(s3(), "run")
+    place = storage.join_address(s3(), "run")
     run(described(), place, on_rows=lambda rows: rows[-1]["round"] == 1)
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))  # nothing is here of what was there
     assert run(described(), place, resume=True).summary["rounds"] == 4
@@ -403,7 +403,7 @@ def test_what_one_machine_has_prepared_another_fetches(shared, tmp_path, monkeyp
     content = {f"data/{mine.name}/{path.name}": path.read_bytes() for path in mine.iterdir()}
     assert files(address) == content
     move("second")
-    monkeypatch.setattr(shard_writer, "_split", never)
+    monkeypatch.setattr(shard_writer, "_load_split", never)
     theirs = prepared()
     assert theirs.is_relative_to(tmp_path / "second") and theirs.name == mine.name
     assert {path.name: path.read_bytes() for path in theirs.iterdir()} == {
@@ -427,7 +427,7 @@ def test_what_is_not_whole_at_the_address_is_prepared_again(shared, name, conten
     assert ("not whole there" in caplog.text) == (content is not None)
     move("third")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_writer, "_split", never)
+        patch.setattr(shard_writer, "_load_split", never)
         assert sound(prepared()), "it has been mended"
 
 

@@ -142,7 +142,7 @@ def test_snapshots_that_cost_little_are_a_second_apart_and_others_take_their_sha
     monkeypatch.setattr("raydpfl.storage.run_files.time.monotonic", lambda: now)
     pace = Pace()
     for cost, apart in ((0.001, 1.0), (0.05, 1.0), (0.5, 10.0)):
-        pace.took(cost)
+        pace.record_cost(cost)
         now += apart - 0.01
         assert not pace.due()
         now += 0.02

@@ -55,7 +55,7 @@ def test_settings_that_are_done_are_trials_and_a_resumed_sweep_adds_what_is_miss
     settings[1].trials[0].status = "failed"
     again = Dashboard(sweep, "out")
     again.show(settings)
-    again.show(settings, over=True)
+    again.show(settings, is_over=True)
     assert [each.value for each in study(url).trials] == [0.5, None, 0.6]
     assert not caplog.records
 
@@ -70,7 +70,7 @@ def test_a_study_that_disagrees_is_written_anew_from_the_directory(url, caplog):
     ):
         caplog.clear()
         sweep, settings = swept(url, accuracies, rates)
-        Dashboard(sweep, "out").show(settings, over=True)
+        Dashboard(sweep, "out").show(settings, is_over=True)
         assert [each.value for each in study(url).trials] == accuracies
         assert len(caplog.records) == warnings
 

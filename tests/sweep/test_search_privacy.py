@@ -13,7 +13,7 @@ from raydpfl.privacy import Mechanism, Query, Sampling
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.sweep import Sweep
 from raydpfl.sweep.runner import SweepRunner
-from raydpfl.sweep.search_privacy import of_the_best
+from raydpfl.sweep.search_privacy import private_search_composition
 
 GRID = {"lr": {"grid": [0.05, 0.1]}}
 BOTH = {"accountants": ["pld", "rdp"]}
@@ -30,7 +30,7 @@ def finished(sweep: Sweep, out) -> SweepRunner:
     runner = SweepRunner(sweep, out, print)
     runner.advance()
     if sweep.search.private:
-        runner._spent = of_the_best(sweep, None)
+        runner._composition = private_search_composition(sweep, None)
     for trial in runner.trials:
         if not trial.before:
             run_one(trial.experiment, trial.folder)
@@ -55,12 +55,12 @@ REFUSED = messages("private searches")
 def test_what_no_private_search_can_have_is_refused(case):
     *changes, said = REFUSED[case]
     with refusal(line=said):
-        of_the_best(Sweep.from_dict(tree(local=GRID, sweep=PRIVATE), changes), None)
+        private_search_composition(Sweep.from_dict(tree(local=GRID, sweep=PRIVATE), changes), None)
 
 
 def test_trials_are_independent_and_their_number_is_drawn():
     sweep = private(sweep={"private": {"runs": "poisson", "mean": 30}})
-    values = [*sweep.listed()]
+    values = [*sweep.setting_values()]
     assert len(values) == sweep.size and len(values) > 10
     assert {value["local.lr"] for value in values} == {0.05, 0.1}  # drawn again and again
     seeds = [seed for place in range(len(values)) for seed in sweep.seeds(place)]
@@ -75,7 +75,7 @@ def test_a_private_search_spends_as_its_costliest_trial_repeated():
     """The noise is searched too: all that can be drawn costs at most what the least noise does."""
     multipliers = {"multiplier": {"grid": [3.0, 1.5, 2.0]}}
     sweep = private(noise=multipliers)
-    spent = hidden(one.to_dict() for one in of_the_best(sweep, None).guarantees)
+    spent = hidden(one.to_dict() for one in private_search_composition(sweep, None).guarantees)
     mechanism = Mechanism(Sampling("fixed", 50, 20), (Query("updates", 1.0, 1.5),), 4)
     for name, epsilon in spent.items():
         repetition = sweep.search.private.repetition()
@@ -89,7 +89,7 @@ def test_the_budget_command_says_what_a_private_search_would_spend(tmp_path, typ
     sweep = private(noise={"multiplier": {"grid": [3.0, 1.5]}})
     (tmp_path / "sweep.yaml").write_text(sweep.to_yaml())
     code, said, _ = typed("budget", tmp_path / "sweep.yaml", "noise.multiplier=1.5", "--json")
-    spent = of_the_best(private(noise={"multiplier": 1.5}), None)
+    spent = private_search_composition(private(noise={"multiplier": 1.5}), None)
     assert code == 0 and json.loads(said) == json.loads(json.dumps(spent.to_dict()))
     code, said, _ = typed("budget", tmp_path / "sweep.yaml")
     assert "best run alone, of a geometric number" in " ".join(said.split())
@@ -101,9 +101,9 @@ def test_the_result_of_a_private_search_is_the_best_run_alone(tmp_path):
     sweep = private(sweep={"private": {"runs": "poisson", "mean": 4}})
     runner = finished(sweep, tmp_path)
     assert len(runner.trials) > 1
-    before = runner.gather(over=False, seconds=1.0)
+    before = runner.gather(is_over=False, seconds=1.0)
     assert before.best is None and not before.trials.num_rows
-    result = runner.gather(over=True, seconds=1.0)
+    result = runner.gather(is_over=True, seconds=1.0)
     runner.write(result)
     best = max(runner.trials, key=lambda trial: trial.summary["test_accuracy"])
     assert result.problem is None and result.best.trials == [best]
@@ -126,12 +126,12 @@ def test_the_result_of_a_private_search_is_the_best_run_alone(tmp_path):
 def test_trials_of_a_private_search_that_failed_are_not_shown(tmp_path, every):
     runner = SweepRunner(private(seed=7), tmp_path, print)
     runner.advance()
-    runner._spent = of_the_best(runner.sweep, None)
+    runner._composition = private_search_composition(runner.sweep, None)
     assert len(runner.trials) > 1
     for place, trial in enumerate(runner.trials):
         trial.status = "failed" if every or place else "completed"
         trial.summary = {"test_accuracy": 0.5 + place, "reason": "nan"}
-    result = runner.gather(over=True)
+    result = runner.gather(is_over=True)
     assert result.summary["failed"] == [] and result.summary["trials"]["failed"] == 0
     assert result.summary["reason"] == ("no setting has a result" if every else None)
     assert bool(result.best) != every
@@ -140,7 +140,7 @@ def test_trials_of_a_private_search_that_failed_are_not_shown(tmp_path, every):
 def test_a_poisson_number_may_be_none(tmp_path):
     sweeps = (private(seed=k, sweep={"private": {"runs": "poisson", "mean": 1}}) for k in range(40))
     runner = finished(next(sweep for sweep in sweeps if sweep.size == 0), tmp_path)
-    result = runner.gather(over=True)
+    result = runner.gather(is_over=True)
     assert result.problem is None and result.best is None
     assert "gave none to release" in result.summary["choice"]
 
@@ -152,7 +152,7 @@ def test_the_trials_of_a_grid_are_one_gaussian_a_round(tmp_path):
     """They have one seed, and so one cohort a round: three sums of mu are one of mu sqrt(3)."""
     rates = {"lr": {"grid": [0.05, 0.1, 0.2]}}
     runner = finished(private(local=rates, sweep={}), tmp_path)
-    result = runner.gather(over=True)
+    result = runner.gather(is_over=True)
     mechanism = Mechanism(Sampling("fixed", 50, 20), (Query("updates", 1.0, 1.0),), 4)
     event = mechanism.event("replace_one")
     joint = replace(event, mu=event.mu * math.sqrt(3))
@@ -168,7 +168,7 @@ def test_runs_of_former_values_count_and_hide_nothing(tmp_path):
     """
     finished(private(sweep={}), tmp_path)
     later = finished(private(local={"lr": {"grid": [0.1, 0.4]}}, sweep={}), tmp_path)
-    summary = later.gather(over=True).summary
+    summary = later.gather(is_over=True).summary
     assert not hidden(summary["guarantees"])
     assert "no epsilon with the cohorts hidden" in summary["choice"]
     assert "3 runs together" in summary["guarantees"][0]["sampling"]
@@ -176,16 +176,16 @@ def test_runs_of_former_values_count_and_hide_nothing(tmp_path):
 
 def test_trials_with_common_noise_have_no_epsilon(tmp_path):
     runner = finished(private(noise={"common": True}, sweep={}), tmp_path)
-    summary = runner.gather(over=True).summary
+    summary = runner.gather(is_over=True).summary
     assert summary["guarantees"] == [] and "No epsilon covers all of them" in summary["choice"]
 
 
 def test_seeds_that_divide_the_rows_otherwise_are_other_people(tmp_path):
     runner = finished(private(local={}, sweep={"repeats": 2}), tmp_path / "two")
-    summary = runner.gather(over=True).summary
+    summary = runner.gather(is_over=True).summary
     assert "1 runs together" in summary["guarantees"][0]["sampling"]
     assert "of the clients of one seed" in summary["choice"]
     fixed = finished(private(local={}, data={"seed": 9}, sweep={"repeats": 2}), tmp_path / "one")
-    together = fixed.gather(over=True).summary
+    together = fixed.gather(is_over=True).summary
     assert "2 runs together" in together["guarantees"][0]["sampling"]
     assert hidden(together["guarantees"])["pld"] > hidden(summary["guarantees"])["pld"]

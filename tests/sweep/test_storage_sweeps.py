@@ -41,8 +41,8 @@ def test_a_sweep_elsewhere_leaves_what_it_leaves_on_a_disk(ran, tmp_path):
     assert {name for name in there if "/" not in name} == written
     assert json.loads(there["summary.json"])["trained"] == {"runs": 2, "private": 2}
     for row in result.trials.to_pylist():
-        folder = storage.within(place, row["directory"])
-        with storage.reading(folder) as here:
+        folder = storage.join_address(place, row["directory"])
+        with storage.readable_folder(folder) as here:
             experiment = Experiment.from_yaml(here / "config.yaml")
         alone = run(experiment, tmp_path / str(row["setting"]))
         assert row["status"] == "completed"
@@ -82,9 +82,9 @@ def test_a_trial_that_makes_progress_elsewhere_is_seen_to(tmp_path):
         first.status = "completed"
         limits.end(first)
         limits.begin(second)
-        assert not list(limits.overdue())
+        assert not list(limits.overdue_trials())
         Store(place).put("trials/b/ledger.jsonl", b"{}")
-        assert not list(limits.overdue())  # 210 s without a round but for this one
+        assert not list(limits.overdue_trials())  # 210 s without a round but for this one
 
 
 def test_what_a_trial_writes_is_never_written_by_its_sweep(tmp_path):

@@ -29,7 +29,7 @@ def smoke(shared_ray, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_study_comes_to_its_end_and_its_tables_have_every_cell(name, smoke):
-    study = Study.stored(smoke / name)
+    study = Study.from_directory(smoke / name)
     summary = json.loads((smoke / name / "summary.json").read_text())
     assert (summary["status"], study.scale) == ("completed", "smoke")
     results = pq.read_table(smoke / name / "results.parquet").to_pylist()
@@ -47,7 +47,7 @@ def test_a_study_comes_to_its_end_and_its_tables_have_every_cell(name, smoke):
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_the_identities_of_a_study_hold(name, smoke):
-    study = Study.stored(smoke / name)
+    study = Study.from_directory(smoke / name)
     found = json.loads((smoke / name / "summary.json").read_text())["identities"]
     assert len(found) == len(study.about.same_bits)
     for identity in found:

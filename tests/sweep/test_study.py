@@ -30,7 +30,7 @@ from raydpfl.report.figures.table import PublishedTable
 from raydpfl.sweep.study import Study, StudyRunner, builtin, reproduce
 from raydpfl.sweep.study.identities import compare, words
 from raydpfl.sweep.study.schema import RESERVED
-from raydpfl.sweep.trials import name_of, short
+from raydpfl.sweep.trials import name_of, short_text
 from raydpfl.sweep.tune import take_turns
 
 ONE_TRY = {"tuning_seeds": 1, "grow": 0}
@@ -103,7 +103,7 @@ def test_cells_are_all_arms_at_all_labels_and_a_section_of_an_arm_is_whole():
         server={"kind": "adam", "lr": 0.1},
         study={"id": "a"},
     )
-    assert [cell.named() for cell in asked.cells] == [
+    assert [cell.display_name() for cell in asked.cells] == [
         f"{arm} data.clients={clients} size={size}"
         for clients in (20, 40)
         for size in ("few", "many")
@@ -126,7 +126,7 @@ def test_the_scale_is_put_in_last_and_keeps_what_the_new_data_have_a_place_for()
     given["scales"]["smoke"]["data.kind"] = "synthetic"  # which is split by its own law
     data = Study.from_dict(given, "smoke").cells[0].tree["data"]
     assert data == {"kind": "synthetic", "clients": 20}
-    tried = [[len([*cell.tried()]) for cell in of.cells[:2]] for of in (small, smoke)]
+    tried = [[len([*cell.setting_values()]) for cell in of.cells[:2]] for of in (small, smoke)]
     assert tried == [[1, 2], [1, 1]]
     # of one value there is nothing to choose
     assert smoke.cells[1].fixed == {"local.lr": 0.05} and not smoke.cells[1].grid
@@ -138,7 +138,7 @@ def test_only_some_labels_of_an_arm_or_of_a_scale():
     given["arms"]["Data"]["only"] = {"data.partition": ["shards"]}
     assert len(Study.from_dict(given).cells) == 7
     smoke = Study.from_dict(given, "smoke")
-    assert [cell.named() for cell in smoke.cells] == ["Free data.partition=iid"]
+    assert [cell.display_name() for cell in smoke.cells] == ["Free data.partition=iid"]
     (identity,) = smoke.same_bits  # it stays, with nothing to compare here
     found = compare(identity, {})
     assert found["held"] is None and words(found).endswith("not compared, as there are no two runs")
@@ -184,12 +184,12 @@ def test_a_study_is_what_its_own_yaml_says(tmp_path):
     for scale, seeds in (("smoke", None), ("smoke", 5), ("paper", 4)):
         asked = Study.from_dict(given, scale, seeds)
         (tmp_path / "study.yaml").write_text(asked.to_yaml())
-        again = Study.stored(tmp_path)
+        again = Study.from_directory(tmp_path)
         assert (again.scale, again.seeds) == (asked.scale, asked.seeds)
         assert [cell.tree for cell in again.cells] == [cell.tree for cell in asked.cells]
     (tmp_path / "study.yaml").write_text(asked.to_yaml().removesuffix("...\n"))
     with pytest.raises(ConfigError, match="it is cut"):
-        Study.stored(tmp_path)
+        Study.from_directory(tmp_path)
 
 
 def changed(path: str, value) -> dict:
@@ -304,7 +304,7 @@ def a_number(text: str) -> float:
 
 def finish(trial, failing: tuple[str, ...]) -> None:
     """What a run would have left, without the run."""
-    if any(each in trial.named() for each in failing):
+    if any(each in trial.display_name() for each in failing):
         trial.fail("diverged")
         return
     name = name_of(trial.experiment)
@@ -350,7 +350,7 @@ def played(asked: Study | dict, folder: Path, order: int = 0, failing: tuple[str
     given = play(runner, order, failing)
     assert len(given) == len(set(given))
     assert asked.grow or len(given) <= sum(asked.runs().values())
-    return runner.gather(over=True)
+    return runner.gather(is_over=True)
 
 
 def rows_of(result) -> tuple[list, list]:
@@ -448,7 +448,7 @@ def test_the_choice_is_by_the_mean_over_tuning_seeds_and_each_resample_has_its_o
     scored(monkeypatch, score)
     runner = runner_of(Study.from_dict(two_tuned(grow=0)), tmp_path)
     play(runner, 3)
-    result = runner.gather(over=True)
+    result = runner.gather(is_over=True)
     tried = {row["seed"] for row in result.tuning.to_pylist()}
     final = {row["seed"] for row in result.results.to_pylist()}
     assert tried == {0, 1} and final == {2, 3, 4}
@@ -615,7 +615,7 @@ def test_several_studies_take_turns_where_one_has_to_wait(tmp_path):
     # Clip of the first waits for the norms of Free, and the second begins before it
     assert first.index(False) < len(first) - 1 - first[::-1].index(True)
     alone = rows_of(played(others[0], tmp_path / "alone", 6))
-    assert [rows_of(runner.gather(over=True)) for runner in runners] == [alone] * 2
+    assert [rows_of(runner.gather(is_over=True)) for runner in runners] == [alone] * 2
 
 
 @pytest.mark.parametrize(("part", "key"), [("bounding", "bound"), ("local", "lr")])
@@ -634,13 +634,13 @@ def test_a_number_that_makes_no_experiment_costs_its_own_cell_alone(part, key, t
 def test_what_was_tried_once_counts_though_the_study_has_it_no_more(tmp_path):
     runner = runner_of(study(), tmp_path)
     play(runner, 1)
-    statement = runner.gather(over=True).summary["tuning"]["statement"]
+    statement = runner.gather(is_over=True).summary["tuning"]["statement"]
     assert "among 4 private runs is itself" in statement
     final = next(iter(runner.progress.values())).finals[0].folder
     for folder in (tmp_path / "trials" / "former", final):
         folder.mkdir(parents=True)
         (folder / "ledger.jsonl").write_text("{}\n")
-    statement = runner.gather(over=True).summary["tuning"]["statement"]
+    statement = runner.gather(is_over=True).summary["tuning"]["statement"]
     assert "among 5 private runs, 1 of which are of former settings or arms, is itself" in statement
 
 
@@ -653,8 +653,8 @@ def test_printed_tables_in_a_folder_are_found_again_where_a_study_goes_on(tmp_pa
     with runner.started():
         pass
     shutil.rmtree(tmp_path / "tables")
-    again = Study.stored(tmp_path / "out")
-    assert again.published() == {
+    again = Study.from_directory(tmp_path / "out")
+    assert again.published_tables() == {
         "tables/mine.csv": tmp_path / "out" / "published" / "tables" / "mine.csv"
     }
     for name in ("../tables/mine.csv", str(tmp_path / "out" / "study.yaml")):
@@ -673,7 +673,7 @@ def test_what_came_of_a_study_is_told_in_whole_lines_where_no_terminal_is(tmp_pa
     lines = console.file.getvalue().splitlines()
     (line,) = [line for line in lines if line.startswith("shards") and " Clip " in line]
     values = json.loads(result.results.to_pylist()[-6]["values"])
-    assert line.split()[-2:] == [f"{key}={short(value)}" for key, value in values.items()]
+    assert line.split()[-2:] == [f"{key}={short_text(value)}" for key, value in values.items()]
 
 
 # --- identities and comparisons ---

@@ -21,10 +21,10 @@ from test_same_bits import RUN, kill_tree
 
 from raydpfl import Experiment
 from raydpfl import run as run_one
-from raydpfl.cli.search_display import SweepDisplay, following, settings_table
+from raydpfl.cli.search_display import SweepDisplay, next_commands, settings_table
 from raydpfl.errors import ConfigError
 from raydpfl.sweep import Sweep, run, tune
-from raydpfl.sweep.optuna import guided
+from raydpfl.sweep.optuna import propose_settings
 from raydpfl.sweep.results import count_runs, gather, statement
 from raydpfl.sweep.runner import SweepRunner
 from raydpfl.sweep.trials import Trial, identity, shown
@@ -59,7 +59,9 @@ def test_a_grid_is_every_combination_in_the_order_of_the_config():
             data={"clients": {"choice": [40, 50]}},
         )
     )
-    tried = [(v["data.clients"], v["local.lr"], v["bounding.bound"]) for v in sweep.listed()]
+    tried = [
+        (v["data.clients"], v["local.lr"], v["bounding.bound"]) for v in sweep.setting_values()
+    ]
     assert tried == [(n, lr, c) for n in (40, 50) for lr in (0.1, 0.2) for c in (0.5, 1, 2)]
     made = sweep.setting({"data.clients": 40, "local.lr": 0.2, "bounding.bound": 2}).experiment
     assert made == experiment(data={"clients": 40}, local={"lr": 0.2}, bounding={"bound": 2.0})
@@ -70,7 +72,7 @@ def test_a_member_and_a_whole_section_can_be_searched():
         tree(server={"grid": [{"kind": "sgd"}, {"kind": "adam", "lr": 0.01}]}),
         ["bounding.kind={grid: [clip, normalize]}", "bounding.bound=1"],
     )
-    made = [sweep.setting(values).experiment for values in sweep.listed()]
+    made = [sweep.setting(values).experiment for values in sweep.setting_values()]
     assert [(e.bounding.kind, e.server.kind) for e in made] == [
         (b, s) for b in ("clip", "normalize") for s in ("sgd", "adam")
     ]
@@ -78,7 +80,7 @@ def test_a_member_and_a_whole_section_can_be_searched():
 
 def sampled(samples: int, seed: int = 3, **spaces) -> list[dict]:
     search = {"search": "random", "samples": samples}
-    return [*Sweep.from_dict(tree(**spaces, seed=seed, sweep=search)).listed()]
+    return [*Sweep.from_dict(tree(**spaces, seed=seed, sweep=search)).setting_values()]
 
 
 def test_random_values_lie_in_their_spaces_are_distinct_and_stay_when_more_are_asked_for():
@@ -309,10 +311,10 @@ def test_what_sets_the_privacy_has_no_edge(tmp_path):
 
 
 def test_the_end_of_a_sweep_offers_its_page_its_runs_and_its_best_setting():
-    found = following(SimpleNamespace(out="s3://b/out", best="some"))
+    found = next_commands(SimpleNamespace(out="s3://b/out", best="some"))
     commands = [line.partition("raydpfl ")[2] for line in found[1:]]
     assert commands == ["report s3://b/out", "compare s3://b/out", "run s3://b/out/best.yaml"]
-    assert len(following(SimpleNamespace(out="out", best=None))) == 3
+    assert len(next_commands(SimpleNamespace(out="out", best=None))) == 3
 
 
 def test_the_table_shows_epsilon_by_an_accountant_that_covers_all_trials(tmp_path):
@@ -453,7 +455,7 @@ def test_trials_look_at_the_test_set_where_the_config_says_so(test, looked, tmp_
     asked = "raydpfl run best.yaml evaluate.test=true does, once"
     assert (asked in said) is (test is False)
     assert ("the test set too, which had no part in the choice" in said) is looked
-    none = statement(settings, sweep, runs, chosen=False)
+    none = statement(settings, sweep, runs, has_best=False)
     assert "No setting was chosen by the validation" in none
     by_test = Sweep.from_dict(tree(evaluate={"validation": 0.3}, local=rates))
     assert all(probe.evaluate.test for probe in by_test.probes)
@@ -492,7 +494,7 @@ def proposed(order: int, failing: float = math.inf) -> list[float]:
 
     rates = []
     pending = []
-    for setting in guided(sweep, add):
+    for setting in propose_settings(sweep, add):
         if setting is not None:
             rates.append(setting.values["local.lr"])
             pending.append(setting)

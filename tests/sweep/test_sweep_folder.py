@@ -507,7 +507,7 @@ def trial_of(folder: Path, **sections) -> trials.Trial:
 
 
 def reasons(held: Timeouts) -> list[str]:
-    return [reason for _, reason in held.overdue()]
+    return [reason for _, reason in held.overdue_trials()]
 
 
 def test_a_trial_has_ten_times_as_long_as_the_longest_that_is_like_it(tmp_path):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import raydpfl
 from raydpfl import models
-from raydpfl.check.runs import carried_out
+from raydpfl.check.runs import run_plan
 from raydpfl.cli.app import app
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
@@ -180,7 +180,7 @@ def train(
     """The updates of a chunk by slot, from a model none of whose matrices is 0."""
     generator = np.random.default_rng(0)
     x = TOKENS.inputs(20, generator).view(4, 5, 6)
-    y = task.made_up(generator, 20, TOKENS.outputs).view(4, 5, 6)
+    y = task.random_targets(generator, 20, TOKENS.outputs).view(4, 5, 6)
     start = models.flatten(module)
     drawn = torch.randn(len(start), generator=torch.Generator().manual_seed(1))
     start = torch.where(start == 0, 0.1 * drawn, start)
@@ -337,7 +337,7 @@ def test_a_run_trains_bounds_and_sends_adapters_alone(kind, tmp_path):
     size = sum(state[name].numel() for name in moved)
     assert result.summary["parameters"] == plan.d == size
     noised = resolve(asked(tmp_path, model, bounding={"kind": "clip", "bound": 1e-3}))
-    watched = carried_out(noised, tmp_path / "noised")
+    watched = run_plan(noised, tmp_path / "noised")
     assert {len(total) for total in watched.totals} == {size}
     spread = watched.totals[0].std() / noised.sum_std(0, 1e-3)
     assert spread == pytest.approx(1, abs=5 / (2 * size) ** 0.5)

@@ -383,14 +383,14 @@ def test_regression_needs_a_module_with_an_output_for_each_target(backend):
 
 
 def test_what_another_thread_draws_is_not_taken_for_the_modules(monkeypatch):
-    drawn = validation._drawn_once
+    drawn = validation._trial_generator
     asked = []
 
     def beside_a_thread(module, shape):
         asked.append(drawn(module, shape))
         return "Python's random" if len(asked) == 1 else asked[-1]
 
-    monkeypatch.setattr(validation, "_drawn_once", beside_a_thread)
+    monkeypatch.setattr(validation, "_trial_generator", beside_a_thread)
     module = mlp(nn.Linear(784, 10))
     assert choose_backend(module, Sgd(), form((1, 28, 28))) == "compiled"
     assert asked == [None] * 2  # one try without is enough
@@ -570,5 +570,5 @@ def test_steps_much_slower_than_those_of_another_backend_are_timed_once(monkeypa
 
     monkeypatch.setattr(StepTimes, "_run", timed)
     rest = (made("residual"), Sgd(), form(SHAPE), None, "float32", Workload(10, 20, 1.0))
-    assert StepTimes(*rest).of("vmap", at_most=0.1) == 1.0 and runs == [3]
-    assert StepTimes(*rest).of("vmap", at_most=0.5) == 1.0 and runs == [3, 3, 3]
+    assert StepTimes(*rest).of("vmap", best_seconds=0.1) == 1.0 and runs == [3]
+    assert StepTimes(*rest).of("vmap", best_seconds=0.5) == 1.0 and runs == [3, 3, 3]

@@ -30,7 +30,7 @@ from plain_loop import (
 
 from raydpfl import models
 from raydpfl.core import native
-from raydpfl.training.backends import lacking
+from raydpfl.training.backends import missing_requirement
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -70,7 +70,9 @@ def cases():
                     hardest = "pooled" if backend == "convolutional" and clipped else None
                     hard = name == (hardest or HARDEST[backend])
                     some = method == "all" or (method == "full" and name in STACKS)
-                    if lacking(backend, local, 1.0 if clipped else None) is None and (hard or some):
+                    if missing_requirement(backend, local, 1.0 if clipped else None) is None and (
+                        hard or some
+                    ):
                         yield backend, name, method, clipped
 
 
@@ -135,7 +137,7 @@ def test_every_backend_does_regression_as_the_plain_loop_does(backend, name, cli
         name = "pooled"
     local = METHODS["unequal, all"]
     clip = bound(name) if clipped else None
-    if lacking(backend, local, clip):
+    if missing_requirement(backend, local, clip):
         return
     module = made(name, regression=True)
     x, y = rows(regression=True)
@@ -169,7 +171,7 @@ def test_a_clients_bits_depend_on_no_other_slot_of_its_chunk(backend, name, meth
     more = arguments(backend, name, method, clipped)
     theirs = arguments(backend, name, method, clipped, [13] * 5, seed=9)
     # the steps of the others, on which bits may depend
-    more["planned"] = theirs["planned"] = local.step_counts(np.array(SIZES))
+    more["planned_steps"] = theirs["planned_steps"] = local.step_counts(np.array(SIZES))
     whole = train(backend, module, local, x, y, **more)
     again = train(backend, module, local, x, y, **more)
     zeros = torch.zeros_like(x), torch.zeros_like(y)

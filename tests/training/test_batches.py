@@ -13,7 +13,7 @@ from torch import nn
 from raydpfl import models
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.methods.local import Sgd
-from raydpfl.training.minibatches import batches, picked
+from raydpfl.training.minibatches import batches, pick_rows
 from raydpfl.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -123,8 +123,8 @@ def test_rows_that_no_batch_takes_are_not_needed(backend):
     draws = [0] * 5
     local = Sgd(steps=4, batch=3)
     assert (
-        local.rows_used(sizes).tolist() == [12, 0, 12, 12, 7]
-        and Sgd(batch="full").rows_used(sizes).tolist() == sizes.tolist()
+        local.max_rows(sizes).tolist() == [12, 0, 12, 12, 7]
+        and Sgd(batch="full").max_rows(sizes).tolist() == sizes.tolist()
     )
     x = torch.randn(5, 40, *SHAPE, generator=torch.Generator().manual_seed(1))
     y = torch.arange(200).view(5, 40) % CLASSES
@@ -133,7 +133,7 @@ def test_rows_that_no_batch_takes_are_not_needed(backend):
     parameters = models.flatten(module)
     name = {"t": 2, "clients": clients, "draws": draws}
     index, batch_sizes = batches(4, sizes=sizes, local=local, rows=12, **name)
-    rows, places = picked(index, batch_sizes, sizes, local)
+    rows, places = pick_rows(index, batch_sizes, sizes, local)
     # who may have more than it can use
     assert [slot for slot, row in enumerate(rows) if row is not None] == [0, 3]
     few_x = torch.full((5, 12, *SHAPE), torch.nan)
@@ -147,7 +147,7 @@ def test_rows_that_no_batch_takes_are_not_needed(backend):
     assert few[0] <= 12 and set(rows[0]) == set(index[0].ravel())
     drawn = places, batch_sizes, local.step_counts(sizes)
     whole = trainer.chunk(parameters, x, y, sizes, **name)
-    ours = trainer.chunk(parameters, few_x, few_y, few, **name, drawn=drawn)
+    ours = trainer.chunk(parameters, few_x, few_y, few, **name, batch_plan=drawn)
     for (_, delta, loss), (_, our_delta, our_loss) in zip(
         clients_of(whole), clients_of(ours), strict=True
     ):
@@ -165,4 +165,4 @@ def test_a_batch_by_share_is_that_share_of_every_clients_rows(share):
     assert np.abs(found - share * sizes)[round(1 / share) :].max(initial=0) <= 0.5 + 1e-9
     assert [local.batch_size(rows) for rows in (1, 60, 199)] == found[[1, 60, 199]].tolist()
     # a chunk is as wide as the largest batch of those that may be in it
-    assert local.batch_size(int(local.rows_used(sizes).max())) == found.max()
+    assert local.batch_size(int(local.max_rows(sizes).max())) == found.max()

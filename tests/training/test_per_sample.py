@@ -24,7 +24,7 @@ from raydpfl.core import native
 from raydpfl.core.prng import Purpose, normals
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local import Sgd
-from raydpfl.training.backends import ghost_clipping, lacking, vmap
+from raydpfl.training.backends import ghost_clipping, missing_requirement, vmap
 from raydpfl.training.backends.ghost_clipping import Layerwise
 from raydpfl.training.trainer import Trainer
 
@@ -69,11 +69,11 @@ def test_where_positions_cancel_a_ghost_norm_is_never_too_small():
             200, 2, 64, generator=generator
         )
         g = torch.randn(200, 1, 32, generator=generator) * torch.tensor([1.0, -1.0])[:, None]
-        assert (ghost_clipping._ghost(a, g).double().sqrt() >= norms(a, g)).all()
+        assert (ghost_clipping._ghost_squares(a, g).double().sqrt() >= norms(a, g)).all()
     a = torch.randn(200, 8, 64, generator=generator)
     g = torch.randn(200, 8, 32, generator=generator)
     torch.testing.assert_close(
-        ghost_clipping._ghost(a, g).double().sqrt(), norms(a, g), rtol=1e-5, atol=0
+        ghost_clipping._ghost_squares(a, g).double().sqrt(), norms(a, g), rtol=1e-5, atol=0
     )
 
 
@@ -84,7 +84,7 @@ def test_a_ghost_norm_is_not_too_small_where_squares_underflow(positions, inputs
     a = torch.randn(20, positions, 64, generator=generator) * inputs
     g = torch.randn(20, positions, 32, generator=generator) * outputs
     norms = (g.double().mT @ a.double()).flatten(1).norm(dim=1)
-    assert (ghost_clipping._ghost(a, g).double().sqrt() >= norms * (1 - 1e-6)).all()
+    assert (ghost_clipping._ghost_squares(a, g).double().sqrt() >= norms * (1 - 1e-6)).all()
 
 
 @pytest.mark.parametrize("wrong", [0.9e-12, 1.1e15, float("nan")])
@@ -228,7 +228,7 @@ def test_a_gradient_that_is_not_finite_shows_in_its_clients_update_and_in_no_oth
 ):
     module = made(name)
     local = Sgd(steps=1, batch="full", lr=0.1)
-    if lacking(backend, local, clip):
+    if missing_requirement(backend, local, clip):
         return
     x, y = rows()
     healthy = train(backend, module, local, x, y, clip=clip)

@@ -92,7 +92,7 @@ def test_what_bits_depend_on_has_the_bfloat16_of_the_processor(monkeypatch):
     low = provenance.of(experiment(client={"precision": "bfloat16"}))
     assert low.keys() - exact.keys() == {"bfloat16"}
     provenance.check_node("here", low)
-    monkeypatch.setattr(provenance, "of_bfloat16", lambda: {"bfloat16": "another"})
+    monkeypatch.setattr(provenance, "bfloat16_facts", lambda: {"bfloat16": "another"})
     with pytest.raises(provenance.RunError, match="bfloat16 another instead of"):
         provenance.check_node("here", low)
 
@@ -118,8 +118,8 @@ def test_a_processor_without_bfloat16_is_warned_of(monkeypatch, caplog):
 def test_the_processor_is_read_from_what_linux_says(text, has, tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text(text)
     monkeypatch.setattr(hardware, "INFO", tmp_path / "cpuinfo")
-    hardware._described.cache_clear()
+    hardware._cpu_info.cache_clear()
     try:
         assert hardware.has_bfloat16() == has
     finally:
-        hardware._described.cache_clear()
+        hardware._cpu_info.cache_clear()

@@ -17,7 +17,7 @@ from raydpfl import models
 from raydpfl.core import native
 from raydpfl.methods.local import Sgd
 from raydpfl.training.minibatches import batches
-from raydpfl.training.span_noise import responses, spanned_pays, triangle
+from raydpfl.training.span_noise import responses, span_noise_pays, triangle
 from raydpfl.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
@@ -104,7 +104,7 @@ def test_many_rows_are_taken_by_tiles_of_some_and_what_is_left():
     y = torch.randint(0, CLASSES, (1, rows), generator=generator)
     module = nn.Linear(130, CLASSES)
     local = Sgd(steps=70, batch=4, lr=0.05)
-    assert spanned_pays(rows, 130, CLASSES, True, 70, 4)
+    assert span_noise_pays(rows, 130, CLASSES, True, 70, 4)
     start = models.flatten(module)
     trainer = trainer_of(module, local, y, CLIP)
     keyed = {"t": ROUND, "clients": [3], "draws": [0]}
@@ -130,7 +130,9 @@ def test_the_rows_tell_in_which_form_the_noise_is_drawn():
     full = Trainer(module, LOCALS["plain"], backend="fused", seed=SEED, clip=CLIP)
     plain = full.noises(x[0, :7].numpy(), d=d, **keyed)
     assert [np.array_equal(drawn[slot], plain) for slot in drawn] == [False, False, True]
-    assert spanned_pays(20, 784, 10, True, 20, 10) and not spanned_pays(20, 784, 10, True, 1, 10)
+    assert span_noise_pays(20, 784, 10, True, 20, 10) and not span_noise_pays(
+        20, 784, 10, True, 1, 10
+    )
 
 
 def noised_alike(module, local, x, y, clients: int, std: float, clip: float) -> np.ndarray:
@@ -148,7 +150,7 @@ def noised_alike(module, local, x, y, clients: int, std: float, clip: float) -> 
         clients=range(clients),
         draws=[3] * clients,
         stds=np.full(clients, std),
-        drawn=(index, taken, local.step_counts(np.array(sizes))),
+        batch_plan=(index, taken, local.step_counts(np.array(sizes))),
     )
     return np.concatenate([block.updates.double().numpy() for block in chunk])
 
@@ -163,7 +165,7 @@ def test_noise_alone_has_the_law_of_a_full_draw_inside_and_outside_of_the_span(n
     x[2] = x[0] + near * x[2]
     local = Sgd(steps=5, batch=2, lr=0.3, **ALL_TERMS)
     module = nn.Linear(6, CLASSES)
-    assert spanned_pays(3, 6, CLASSES, True, 5, 2)
+    assert span_noise_pays(3, 6, CLASSES, True, 5, 2)
     assert triangle(np.concatenate([x.double().numpy(), np.ones((3, 1))], 1)) is not None
     updates = noised_alike(module, local, x, torch.tensor([0, 1, 3]), 1500, 0.5, 1e-9)
     start = models.flatten(module).numpy()
@@ -192,7 +194,7 @@ def test_the_noise_of_steps_and_update_have_the_joint_law_of_a_full_draw(twin):
     y = torch.randn(4, outputs, generator=generator)
     local = Sgd(steps=steps, batch=2, lr=0.4, momentum=0.5, weight_decay=0.1)
     module = nn.Linear(p, outputs)
-    assert spanned_pays(4, p, outputs, True, steps, 2)
+    assert span_noise_pays(4, p, outputs, True, steps, 2)
     updates = noised_alike(module, local, x, y, 1500, 0.3, 1e6)
     start = models.flatten(module)
     d = len(start)

@@ -39,7 +39,7 @@ def test_a_step_takes_no_slot_beyond_the_last_whose_client_would_make_it(
     taken.clear()
     held = np.array([13, 0, 9, 0])  # the others train elsewhere
     who = (held, [0, -1, 2, -1], [0] * 4)
-    some = train(backend, module, rule, *rows(sizes), *who, planned=planned)
+    some = train(backend, module, rule, *rows(sizes), *who, planned_steps=planned)
     assert taken[::each] == [4, 3, 3, 1]
     assert all(torch.equal(some[slot][0], whole[slot][0]) for slot in (0, 2))
 

@@ -291,7 +291,7 @@ def test_a_run_without_any_evaluation_is_carried_out(untouched, tmp_path, monkey
 
 
 def test_a_validation_loss_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation, "scored", lambda *_: {"validation_loss": float("nan")})
+    monkeypatch.setattr(evaluation, "set_scores", lambda *_: {"validation_loss": float("nan")})
     with pytest.raises(RunError, match="the validation loss is nan after round 1; lower"):
         run(experiment(evaluate={**HALF, "test": False}), tmp_path / "out")
 

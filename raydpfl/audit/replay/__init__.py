@@ -53,7 +53,7 @@ from raydpfl.audit.replay.adversaries import (
 from raydpfl.audit.replay.record import Neighbour, mechanism_of
 from raydpfl.audit.replay.world import TrainingWorld, World
 from raydpfl.check import bounding
-from raydpfl.check.contract import looked_at
+from raydpfl.check.contract import check_clause
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.simulation.plan import Plan
@@ -84,13 +84,13 @@ class Replay:
     @property
     def verdict(self) -> str:
         """The outcome in plain sentences, with what was not looked at."""
-        failed = [f"{check.name}: {check.finding}" for check in self.checks if not check.passed]
+        failures = [f"{check.name}: {check.finding}" for check in self.checks if not check.passed]
         unseen = f"Not looked at: {'; '.join(self.unseen)}." if self.unseen else ""
-        if failed:
-            return f"What ran is not what was accounted for ({'; '.join(failed)}). {unseen}"
-        looked = ", ".join(check.name for check in self.checks)
+        if failures:
+            return f"What ran is not what was accounted for ({'; '.join(failures)}). {unseen}"
+        names = ", ".join(check.name for check in self.checks)
         return (
-            f"In {len(self.worlds)} worlds of up to {self.rounds} rounds ({looked}) nothing moves "
+            f"In {len(self.worlds)} worlds of up to {self.rounds} rounds ({names}) nothing moves "
             f"by more than the mechanism declares. {unseen}"
         )
 
@@ -138,36 +138,36 @@ def replay(
             expected = "keyed in a replay, in whose worlds the noise is the same"
             raise ConfigError("noise.source", "system", expected)
         plan = resolve(experiment, Path(data_root) if data_root else None)
-        quiet = _quiet(plan)
-        worlds = _worlds(quiet, on_world)
-        of_steps, unseen = _of_steps(quiet)
+        world_plan = _world_plan(plan)
+        worlds = _worlds(world_plan, on_world)
+        step_checks, unseen = _check_steps(world_plan)
         if experiment.evaluate.stop is not None:
             unseen.append("early stopping (evaluate.stop)")
-        done = _verdict(quiet, worlds, of_steps, unseen)
-        write(plan, done.to_dict(), None)
-    return done
+        report = _verdict(world_plan, worlds, step_checks, unseen)
+        write(plan, report.to_dict(), None)
+    return report
 
 
-def _quiet(plan: Plan) -> Plan:
+def _world_plan(plan: Plan) -> Plan:
     """The plan of the worlds: another release than the run's own, in this process, in which clients
     that fail are left out. Nothing is measured, and nothing evaluated that is not accounted for.
     """
     e = plan.experiment
     on_error = e.client.on_error if mechanism_of(plan).by_draws else "drop"
     client = e.client.model_copy(update={"actors": 0, "on_error": on_error})
-    quiet: dict[str, Any] = {"test": False, "stop": None}
+    evaluate_update: dict[str, Any] = {"test": False, "stop": None}
     if e.evaluate.survey is None:
-        quiet |= {"every": e.rounds + 1, "per_client": None, "validation": 0.0}
-    evaluate = e.evaluate.model_copy(update=quiet)
+        evaluate_update |= {"every": e.rounds + 1, "per_client": None, "validation": 0.0}
+    evaluate = e.evaluate.model_copy(update=evaluate_update)
     update = {"client": client, "measure": (), "track": (), "evaluate": evaluate}
-    quieted = e.model_copy(update=update)
-    return replace(plan, experiment=quieted, platform={**plan.platform, "audit": "replay"})
+    quiet_experiment = e.model_copy(update=update)
+    return replace(plan, experiment=quiet_experiment, platform={**plan.platform, "audit": "replay"})
 
 
-def _rounds(plan: Plan, work: float, least: int) -> int:
+def _rounds(plan: Plan, work: float, min_rounds: int) -> int:
     """So many rounds of a world as this work allows."""
-    of_one = max(plan.cohort, 1) * (plan.d + OVERHEAD)
-    return min(plan.experiment.rounds, max(least, int(work / of_one)))
+    round_work = max(plan.cohort, 1) * (plan.d + OVERHEAD)
+    return min(plan.experiment.rounds, max(min_rounds, int(work / round_work)))
 
 
 def _worlds(plan: Plan, on_world: Callable[[int, int], None]) -> list[World]:
@@ -178,41 +178,41 @@ def _worlds(plan: Plan, on_world: Callable[[int, int], None]) -> list[World]:
     nothing from one round to the next, another of them may differ in every round; else the same
     does in all.
     """
-    few, many = min(_rounds(plan, LESS, 2), NEIGHBOURS), _rounds(plan, WORK, 2)
-    kept = bool(plan.experiment.stateful or plan.individual)  # budgets run out in later rounds
-    if kept:
-        few = many
-    victims = _victims(plan, few)
-    planted = ClientCanaries(plan.experiment.seed, plan.d, np.unique(victims), False)
-    adversaries = partial(AdversaryWorld, canaries=planted)
-    trained = min(TRAINED, few)
+    short_rounds, long_rounds = min(_rounds(plan, LESS, 2), NEIGHBOURS), _rounds(plan, WORK, 2)
+    is_stateful = bool(plan.experiment.stateful or plan.individual)  # budgets run out later
+    if is_stateful:
+        short_rounds = long_rounds
+    victims = _victims(plan, short_rounds)
+    client_canaries = ClientCanaries(plan.experiment.seed, plan.d, np.unique(victims), False)
+    adversaries = partial(AdversaryWorld, canaries=client_canaries)
+    count = min(TRAINED, short_rounds)
     kinds: list[tuple[Callable[..., World], int, int, list[Neighbour]]] = [
-        (TrainingWorld, trained, trained, [Neighbour(_victims(plan, trained)[0])])
+        (TrainingWorld, count, count, [Neighbour(_victims(plan, count)[0])])
     ]
     if not mechanism_of(plan).by_draws:
         cases = (False, 1), (True, 0), (False, 5)
         neighbours = [Neighbour(victims[0], *case) for case in cases]
         neighbours += [Neighbour(victim, *case) for victim in victims[1:] for case in cases[:2]]
-        neighbours += [Neighbour(-1, *case, in_turn=True) for case in cases if not kept]
-        everyone = partial(EveryoneWorld, canaries=planted)
+        neighbours += [Neighbour(-1, *case, is_rotating=True) for case in cases if not is_stateful]
+        everyone = partial(EveryoneWorld, canaries=client_canaries)
         kinds = [
-            (adversaries, many, few, neighbours),
+            (adversaries, long_rounds, short_rounds, neighbours),
             (everyone, min(2, plan.experiment.rounds), 0, []),
             *kinds,
         ]
-    of = sum(1 + len(neighbours) for *_, neighbours in kinds)
+    world_count = sum(1 + len(neighbours) for *_, neighbours in kinds)
     worlds: list[World] = []
-    for kind, rounds, less, neighbours in kinds:
-        first: World | None = None
+    for kind, rounds, neighbour_rounds, neighbours in kinds:
+        base: World | None = None
         for neighbour in (None, *neighbours):
-            most = rounds if neighbour is None or neighbour.in_turn else less
-            most = most if first is None else min(most, len(first.records))
+            limit = rounds if neighbour is None or neighbour.is_rotating else neighbour_rounds
+            limit = limit if base is None else min(limit, len(base.records))
             with tempfile.TemporaryDirectory(prefix="raydpfl-replay-") as out:
-                world = kind(plan, out, neighbour, first)
-                world.carry_out(most)
-            first = first or world
+                world = kind(plan, out, neighbour, base)
+                world.carry_out(limit)
+            base = base or world
             worlds.append(world)
-            on_world(len(worlds), of)
+            on_world(len(worlds), world_count)
     return worlds
 
 
@@ -221,8 +221,8 @@ def _victims(plan: Plan, rounds: int) -> list[int]:
     take part most often.
     """
     e = plan.experiment
-    drawn = [e.selection.exposed(plan.cohort_seed(), t, plan.population) for t in range(rounds)]
-    clients, counts = np.unique(np.concatenate(drawn), return_counts=True)
+    draws = [e.selection.exposed(plan.cohort_seed(), t, plan.population) for t in range(rounds)]
+    clients, counts = np.unique(np.concatenate(draws), return_counts=True)
     if not len(clients):
         return [0]
     weights = np.abs(plan.weights(clients))
@@ -230,61 +230,62 @@ def _victims(plan: Plan, rounds: int) -> list[int]:
     return [int(client) for client in clients[order][:VICTIMS]]
 
 
-def _of_steps(plan: Plan) -> tuple[list[Check], list[str]]:
+def _check_steps(plan: Plan) -> tuple[list[Check], list[str]]:
     """Of noise at local steps: updates done again as plainly as possible, with the noise that was
     accounted for, and what is not looked at, in words.
     """
     if not mechanism_of(plan).by_draws:
         return [], []
-    drawn = checks.noise_of_steps(plan, FALSE_ALARM)
+    noise_checks = checks.noise_of_steps(plan, FALSE_ALARM)
     try:
         delta = plan.experiment.terms.delta
         run = local_step_canaries.run(plan, CANARIES, delta, lambda done, of: None)
     except ConfigError as error:
-        return drawn, [f"local steps ({error})"]
-    held = checks.curve(run.least_deltas(run.printed))
-    results = [checks.ledger([run]), run.check_steps(), *drawn, held]
+        return noise_checks, [f"local steps ({error})"]
+    curve_check = checks.curve(run.delta_lower_bounds(run.printed))
+    results = [checks.ledger([run]), run.check_steps(), *noise_checks, curve_check]
     return [check for check in results if check], [*run.unseen()]
 
 
 def _verdict(
-    plan: Plan, worlds: Sequence[World], of_steps: list[Check], unseen: list[str]
+    plan: Plan, worlds: Sequence[World], step_checks: list[Check], unseen: list[str]
 ) -> Replay:
     moves = [move for world in worlds for move in world.moves]
     faults = [fault for world in worlds for fault in world.faults]
     rounds = f"{sum(len(world.records) for world in worlds)} rounds of {len(worlds)} worlds"
-    sound = f"no sum moves by more than is declared in {rounds}"
-    same = f"all that is no sum of clients is the same in {rounds}"
+    sensitivity_finding = f"no sum moves by more than is declared in {rounds}"
+    flow_finding = f"all that is no sum of clients is the same in {rounds}"
     results = [
-        Check("sensitivity", not moves, "; ".join(moves[:3]) or sound),
-        Check("control flow", not faults, "; ".join(faults[:3]) or same),
+        Check("sensitivity", not moves, "; ".join(moves[:3]) or sensitivity_finding),
+        Check("control flow", not faults, "; ".join(faults[:3]) or flow_finding),
     ]
-    first = worlds[0]
-    if isinstance(first, AdversaryWorld) and first.records and not first.broken:
-        results += checks.of_runs([first], FALSE_ALARM)
-        cohorts = [record.cohort for record in first.records if record.cohort is not None]
+    base = worlds[0]
+    if isinstance(base, AdversaryWorld) and base.records and not base.broken:
+        results += checks.check_runs([base], FALSE_ALARM)
+        cohorts = [record.cohort for record in base.records if record.cohort is not None]
         results.append(checks.noise_of_draws(plan, cohorts, FALSE_ALARM))
-        results += filter(None, [checks.curve(observers.least_deltas([first], []))])
-    by_steps = {check.name for check in of_steps}
-    if mechanism_of(plan).by_draws and first.records and "ledger" not in by_steps:
-        results.append(checks.ledger([first]))
+        results += filter(None, [checks.curve(observers.delta_lower_bounds([base], []))])
+    step_names = {check.name for check in step_checks}
+    if mechanism_of(plan).by_draws and base.records and "ledger" not in step_names:
+        results.append(checks.ledger([base]))
     for world in worlds:
         results += world.checks() if isinstance(world, EveryoneWorld) and not world.broken else []
-    results += of_steps
-    factors = looked_at(bounding.bound, SimpleNamespace(member=plan.experiment.bounding))
+    results += step_checks
+    factors = check_clause(bounding.bound, SimpleNamespace(member=plan.experiment.bounding))
     if factors is not None and plan.experiment.bounding.initial_bound is not None:
         results.append(Check("factors", bool(factors.kept), factors.finding))
-    left = plan.experiment.rounds - len(first.records)
-    if left:
-        unseen.append(f"the last {left} rounds" + (f" ({first.ended})" if first.ended else ""))
-    compared = set().union(*(world.compared for world in worlds if world.first is first))
-    alone = sorted({*range(len(first.records))} - compared)
-    if alone:
-        more = f" and {len(alone) - 20} more" if len(alone) > 20 else ""
-        unseen.append(f"rounds in which no client differs ({str(alone[:20])[1:-1]}{more})")
+    rest = plan.experiment.rounds - len(base.records)
+    if rest:
+        reason = f" ({base.end_reason})" if base.end_reason else ""
+        unseen.append(f"the last {rest} rounds{reason}")
+    compared_rounds = set().union(*(world.compared for world in worlds if world.first is base))
+    gaps = sorted({*range(len(base.records))} - compared_rounds)
+    if gaps:
+        suffix = f" and {len(gaps) - 20} more" if len(gaps) > 20 else ""
+        unseen.append(f"rounds in which no client differs ({str(gaps[:20])[1:-1]}{suffix})")
     words = tuple(
         f"{'adversaries' if isinstance(world, AdversaryWorld) else 'clients that train'}, "
         f"{world.words}, {len(world.records)} rounds"
         for world in worlds
     )
-    return Replay(results, words, len(first.records), plan.experiment.seed, tuple(unseen))
+    return Replay(results, words, len(base.records), plan.experiment.seed, tuple(unseen))

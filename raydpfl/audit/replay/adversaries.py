@@ -10,8 +10,8 @@ import torch
 
 from raydpfl.audit import checks
 from raydpfl.audit.checks import Check
-from raydpfl.audit.client_canaries import FAR, ClientCanaryRun, on_sums
-from raydpfl.audit.replay.rows import of_victim
+from raydpfl.audit.client_canaries import FAR, ClientCanaryRun, sum_mechanism
+from raydpfl.audit.replay.rows import replace_victim_rows
 from raydpfl.audit.replay.sum_difference import ROUNDING
 from raydpfl.audit.replay.world import LARGEST, World
 from raydpfl.core.messages import Columns
@@ -41,27 +41,28 @@ class AdversaryWorld(World, ClientCanaryRun):
 
     def plant(self, actor: ClientActor) -> None:
         """Losses and scores are of other rows too."""
-        if self.neighbour is not None and not self.neighbour.in_turn:
-            actor.shards.reader = of_victim(actor.shards.reader, self.neighbour.victim, -1e4)
+        if self.neighbour is not None and not self.neighbour.is_rotating:
+            reader = actor.shards.reader
+            actor.shards.reader = replace_victim_rows(reader, self.neighbour.victim, -1e4)
 
     def select(self, t: int) -> Cohort:
         """One client of the cohort, if any, has its turn."""
         cohort = super().select(t)
         clients = cohort.clients.tolist()
         if self.neighbour is None and clients:
-            far = [client for client in clients if self._what(client, t) == "far"] or clients
-            self.records[t].turn = far[t % len(far)]
+            turns = [client for client in clients if self._action(client, t) == "far"] or clients
+            self.records[t].turn = turns[t % len(turns)]
         return cohort
 
     def blocks(self, contribution: Contribution, state: ChunkRound) -> Iterator[Block]:
         for slots in np.flatnonzero(state.chunk.members >= 0)[:, None]:
             client = int(state.chunk.members[slots[0]])
-            what = self._what(client, state.work.t)
-            updates = self._updates(what, client, state, slots, contribution.device)
-            loss = 10.0 ** (SENT.index(what) - 2) if isinstance(what, str) else what
-            yield Block(slots, updates, np.full(1, math.nan if what == "NaN" else loss))
+            action = self._action(client, state.work.t)
+            updates = self._updates(action, client, state, slots, contribution.device)
+            loss = 10.0 ** (SENT.index(action) - 2) if isinstance(action, str) else action
+            yield Block(slots, updates, np.full(1, math.nan if action == "NaN" else loss))
 
-    def _what(self, client: int, t: int) -> str | float:
+    def _action(self, client: int, t: int) -> str | float:
         """What a client sends in a round, or how long, in bounds; victims of the first world go as
         far as they can, and do anything else in a neighbouring one.
         """
@@ -76,7 +77,7 @@ class AdversaryWorld(World, ClientCanaryRun):
 
     def _updates(
         self,
-        what: str | float,
+        action: str | float,
         client: int,
         state: ChunkRound,
         slots: np.ndarray,
@@ -85,103 +86,103 @@ class AdversaryWorld(World, ClientCanaryRun):
         """A client's update, float32 [1, d]."""
         d = self.plan.d
         bounding = self.experiment.bounding
-        most = LARGEST if self.experiment.stateful is None else WITH_STATE
-        far = FAR * (self._bound + self._client_std / self.plan.weight) + bounding.far
+        peak = LARGEST if self.experiment.stateful is None else WITH_STATE
+        far_norm = FAR * (self._bound + self._client_std / self.plan.weight) + bounding.far
         direction = normals(self.experiment.seed, Purpose.CANARY, d, client=client)
         direction /= torch.linalg.vector_norm(direction, dtype=torch.float64).float()
-        sizes = {"far": far, "opposite": -far, "tiny": 1e-3 * self._bound, "nothing": 0.0}
-        if what in sizes or isinstance(what, float):
+        sizes = {"far": far_norm, "opposite": -far_norm, "tiny": 1e-3 * self._bound, "nothing": 0.0}
+        if action in sizes or isinstance(action, float):
             unit = float(torch.linalg.vector_norm(direction, bounding.order))
-            size = what * self._bound / unit if isinstance(what, float) else sizes[what]
+            size = action * self._bound / unit if isinstance(action, float) else sizes[action]
             vectors = (direction * size).to(device)[None]
             return bounding.invert(vectors, state.view("bounding", slots)).float()
         updates = torch.zeros(1, d)
         spike = (client + state.work.t) % d
-        if what == "largest":
-            updates[:] = torch.sign(direction) * most
-        elif what == "denormal":
+        if action == "largest":
+            updates[:] = torch.sign(direction) * peak
+        elif action == "denormal":
             updates[:] = 1e-45
         else:
-            updates[0, spike] = {"spike": most / 1e8, "NaN": math.nan, "infinite": math.inf}[what]
+            updates[0, spike] = {"spike": peak / 1e8, "NaN": math.nan, "infinite": math.inf}[action]
         return updates.to(device)
 
     def sent(self, state: ChunkRound, block: Block, vector: torch.Tensor) -> None:
         work, chunk = state.work, state.chunk
         slots = block.slots
         client = int(chunk.clients[slots[0]])
-        sent = vector.cpu().numpy()
+        addend = vector.cpu().numpy()
         if work.modular is None:
             super().sent(state, block, vector)
         else:
-            self._sum += sent
+            self._sum += addend
         turn = (self.first or self).records[work.t].turn
         if client in self.canaries.places or client == turn:
-            by_victim = self.records[work.t].sent
-            by_victim[client] = by_victim.get(client, 0.0) + sent
+            victim_vectors = self.records[work.t].sent
+            victim_vectors[client] = victim_vectors.get(client, 0.0) + addend
         if self.neighbour is not None:
             return
-        who = chunk.clients[slots], chunk.draws[slots]
+        key = chunk.clients[slots], chunk.draws[slots]
         if self._client_std:
             noise = self.experiment.noise
             std = self._client_std
             if self.plan.lattice is not None:
                 std = noise.client_std(self.plan.lattice.std, self.plan.clients_left)
-            drawn = noise.on_clients(work.noise_seed, work.t, *who, std, self.plan.d)
-            assert drawn is not None  # of this std
-            sent = sent - drawn[0]
+            drawn_noise = noise.on_clients(work.noise_seed, work.t, *key, std, self.plan.d)
+            assert drawn_noise is not None  # of this std
+            addend = addend - drawn_noise[0]
             if work.modular is None:
-                what = f"client {client}'s update"
-                self._drawn_as_accounted(work.t, what, self._sent_noise, drawn[0], std)
+                subject = f"client {client}'s update"
+                self._check_noise(work.t, subject, self._sent_noise, drawn_noise[0], std)
             else:
-                scores = noise.scores(drawn[0], std)  # of integers, as normals
+                scores = noise.scores(drawn_noise[0], std)  # of integers, as normals
                 self.update_squares.append((work.t, client, float(scores @ scores)))
         order = self.experiment.bounding.order
-        length, most = float(np.linalg.norm(sent, order)), self._bound * self.plan.weight
+        length, limit = float(np.linalg.norm(addend, order)), self._bound * self.plan.weight
         slack = self.plan.d ** (1 / order) * work.grid.step
         if work.modular is not None:
-            expected = work.modular.encode(self._expected(state, block)[None], *who)[0]
-            off = np.flatnonzero(sent != expected)
-            if len(off) > ROUNDED * self.plan.d or np.abs(sent - expected).max(initial=0.0) > 1:
+            target = work.modular.encode(self._expected_vector(state, block)[None], *key)[0]
+            errors = np.flatnonzero(addend != target)
+            if len(errors) > ROUNDED * self.plan.d or np.abs(addend - target).max(initial=0.0) > 1:
                 self.faults.append(
                     f"client {client} sends other integers in round {work.t} than its vector and "
-                    f"the noise that was accounted for make, in {len(off)} coordinates"
+                    f"the noise that was accounted for make, in {len(errors)} coordinates"
                 )
-            length, most, slack = float(sent @ sent), float(work.modular.square), 0.0
-        if not length <= most * (1 + ROUNDING) + slack:
+            length, limit, slack = float(addend @ addend), float(work.modular.square), 0.0
+        if not length <= limit * (1 + ROUNDING) + slack:
             norm = "norm" if work.modular is None else "squared norm"
             self.moves.append(
-                f"client {client} sends {norm} {length:.12g} in round {work.t}, where {most:.12g} "
+                f"client {client} sends {norm} {length:.12g} in round {work.t}, where {limit:.12g} "
                 "is declared"
             )
 
     # --- the noise: what the member draws for the std that accountants have ---
 
-    def _drawn_as_accounted(
-        self, t: int, what: str, added: np.ndarray, drawn: np.ndarray, std: float
+    def _check_noise(
+        self, t: int, subject: str, added_noise: np.ndarray, drawn_noise: np.ndarray, std: float
     ) -> None:
-        off = float(np.abs(added - drawn).max(initial=0.0))
+        gap = float(np.abs(added_noise - drawn_noise).max(initial=0.0))
         exact = self.plan.lattice is not None  # integers
-        if not off <= (0.0 if exact else SAME * (std + self._bound * self.plan.weight)):
+        if not gap <= (0.0 if exact else SAME * (std + self._bound * self.plan.weight)):
             self.faults.append(
-                f"the noise on {what} of round {t} is off by {off:.6g} from what noise.kind "
+                f"the noise on {subject} of round {t} is off by {gap:.6g} from what noise.kind "
                 f"{self.experiment.noise.kind} draws at std {std:.6g}, which was accounted for"
             )
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
-        released = super().release(t, total)
+        noised_sum = super().release(t, total)
         if self.neighbour is None:
             std = self.stds[-1] if self.plan.lattice is None else self.plan.lattice.std
-            drawn = self._again.on_sum(t, std)
-            drawn = np.zeros(self.plan.d) if drawn is None else drawn
-            added = self.records[t].noise["updates"]
-            self._drawn_as_accounted(t, "the sum", added, drawn, std)
+            drawn_noise = self._noise_source.on_sum(t, std)
+            drawn_noise = np.zeros(self.plan.d) if drawn_noise is None else drawn_noise
+            added_noise = self.records[t].noise["updates"]
+            self._check_noise(t, "the sum", added_noise, drawn_noise, std)
             if self.plan.lattice is not None and not self._client_std:
-                scores = self.experiment.noise.scores(added, std)  # of integers, as normals
+                scores = self.experiment.noise.scores(added_noise, std)  # of integers, as normals
                 self.squares.append(float(scores @ scores))
-        return released
+        return noised_sum
 
     @cached_property
-    def _again(self) -> NoiseSource:
+    def _noise_source(self) -> NoiseSource:
         return self.experiment.noise.on_server(self.plan.noise_seed, self.plan.d)
 
     def noisy_answers(
@@ -191,13 +192,13 @@ class AdversaryWorld(World, ClientCanaryRun):
         if noise is not None or self.neighbour is not None:
             return sums
         plan = self.plan
-        for query in on_sums(plan).sums[1:]:
+        for query in sum_mechanism(plan).sums[1:]:
             std = self._ratios[query.name] * query.bound * plan.factor(t)
-            who = cohort.clients, cohort.draws, plan.clients_left
-            asked = SideQuery(query.name, plan.noise_seed, t, std, *who)
-            drawn = np.array(self.experiment.noise.on_query(asked))
-            added = self.records[t].noise[query.name]
-            self._drawn_as_accounted(t, f"the sum of {query.name}", added, drawn, std)
+            query_cohort = cohort.clients, cohort.draws, plan.clients_left
+            side_query = SideQuery(query.name, plan.noise_seed, t, std, *query_cohort)
+            drawn_noise = np.array(self.experiment.noise.on_query(side_query))
+            added_noise = self.records[t].noise[query.name]
+            self._check_noise(t, f"the sum of {query.name}", added_noise, drawn_noise, std)
         return sums
 
 
@@ -207,10 +208,10 @@ class EveryoneWorld(AdversaryWorld):
     """
 
     def select(self, t: int) -> Cohort:
-        able = int(LESS / (self.plan.d + OVERHEAD))
-        return Cohort.of(np.arange(min(len(self.plan.population), max(1, able))))
+        max_clients = int(LESS / (self.plan.d + OVERHEAD))
+        return Cohort.of(np.arange(min(len(self.plan.population), max(1, max_clients))))
 
-    def _what(self, client: int, t: int) -> str | float:
+    def _action(self, client: int, t: int) -> str | float:
         low, high = LENGTHS[0], LENGTHS[-1]
         return low * (high / low) ** (client / len(self.plan.population)) if t else "far"
 
@@ -222,5 +223,5 @@ class EveryoneWorld(AdversaryWorld):
         if self.plan.lattice is not None:
             return [replace(checks.sums([self]), name="sums of everyone")]
         noise = checks.noise_of_updates([self], FALSE_ALARM)
-        every = (checks.bounds([self], FALSE_ALARM), checks.sums([self]), noise)
-        return [replace(check, name=f"{check.name} of everyone") for check in every if check]
+        results = (checks.bounds([self], FALSE_ALARM), checks.sums([self]), noise)
+        return [replace(check, name=f"{check.name} of everyone") for check in results if check]

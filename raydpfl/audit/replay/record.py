@@ -14,18 +14,18 @@ from raydpfl.simulation.plan import Plan
 @dataclass(frozen=True)
 class Neighbour:
     """How a neighbouring world differs from the first: in this client, which sends something else,
-    or is `absent`. `first` is the place in `SENT` of what it sends in round 0. `in_turn`: in every
-    round in another client, `RoundRecord.turn`, -1 before the first.
+    or is `absent`. `first` is the place in `SENT` of what it sends in round 0. `is_rotating`: in
+    every round in another client, `RoundRecord.turn`, -1 before the first.
     """
 
     victim: int
     absent: bool = False
     first: int = 1
-    in_turn: bool = False
+    is_rotating: bool = False
 
     def __str__(self) -> str:
-        who = f"client {self.victim}" if self.victim >= 0 else "a client of each cohort"
-        return f"{who} {'absent' if self.absent else 'replaced'}"
+        victim_text = f"client {self.victim}" if self.victim >= 0 else "a client of each cohort"
+        return f"{victim_text} {'absent' if self.absent else 'replaced'}"
 
 
 @dataclass
@@ -60,14 +60,15 @@ class ByClient:
         if not isinstance(other, ByClient):
             return NotImplemented
         victims = {self.victim, other.victim}
-        (mine, others), (its, its_others) = (
+        # of the victims, and of the rest
+        (part, rest), (other_part, other_rest) = (
             [
-                {key: value for key, value in one.values.items() if (key[0] in victims) is of_them}
-                for of_them in (True, False)
+                {key: value for key, value in one.values.items() if (key[0] in victims) is flag}
+                for flag in (True, False)
             ]
             for one in (self, other)
         )
-        return others == its_others and (self.own or not (mine and its) or mine == its)
+        return rest == other_rest and (self.own or not (part and other_part) or part == other_part)
 
 
 def mechanism_of(plan: Plan) -> Release:

@@ -21,9 +21,9 @@ class ComparedRows(RowReader):
             for file in files
         )
 
-    def rows(self, client: int, picked: np.ndarray | None) -> Rows:
-        x, y = self._reader.rows(client, picked)
-        self._compare(client, slice(None) if picked is None else picked, x, y)
+    def rows(self, client: int, row_indices: np.ndarray | None) -> Rows:
+        x, y = self._reader.rows(client, row_indices)
+        self._compare(client, slice(None) if row_indices is None else row_indices, x, y)
         return x, y
 
     def read(self, clients: np.ndarray, counts: np.ndarray, width: int) -> Rows | None:
@@ -35,17 +35,17 @@ class ComparedRows(RowReader):
         return whole
 
     def _compare(
-        self, client: int, picked: slice | np.ndarray, x: np.ndarray, y: np.ndarray
+        self, client: int, row_indices: slice | np.ndarray, x: np.ndarray, y: np.ndarray
     ) -> None:
         if self._train is None or self._clients is None:
             return
-        first, size = (column[client].as_py() for column in self._clients.columns)
-        places = np.arange(first, first + size)[picked]
+        first_row, size = (column[client].as_py() for column in self._clients.columns)
+        places = np.arange(first_row, first_row + size)[row_indices]
         if self._index is not None:
             places = self._index.column(0).to_numpy()[places]
-        own = self._train.take(places)
+        file_rows = self._train.take(places)
         for rows, name in ((x, "x"), (y, "y")):
-            column = own.column(name).combine_chunks()
+            column = file_rows.column(name).combine_chunks()
             flat = column.flatten() if pa.types.is_fixed_size_list(column.type) else column
             if rows.tobytes() != flat.to_numpy(zero_copy_only=False).tobytes():  # NaN too
                 fault = f"client {client} is given rows that are not its own"
@@ -55,7 +55,7 @@ class ComparedRows(RowReader):
         self._reader.release()
 
 
-def of_victim(reader: RowReader, victim: int, scale: float) -> OtherRows:
+def replace_victim_rows(reader: RowReader, victim: int, scale: float) -> OtherRows:
     """A reader of rows that gives others for those of one client."""
 
     def others(client: int) -> Rows | None:

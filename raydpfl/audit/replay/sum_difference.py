@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from raydpfl.audit.client_canaries import on_sums
+from raydpfl.audit.client_canaries import sum_mechanism
 from raydpfl.audit.replay.record import Neighbour, RoundRecord, mechanism_of
 from raydpfl.core.messages import Grid
 from raydpfl.simulation.plan import Plan
@@ -25,13 +25,13 @@ class SumDifference:
         neighbour: Neighbour,
         hidden: bool,
         t: int,
-        here: RoundRecord,
-        there: RoundRecord,
+        record: RoundRecord,
+        reference: RoundRecord,
     ):
-        self.plan, self.hidden, self.t, self.here, self.there = plan, hidden, t, here, there
-        assert there.cohort is not None
+        self.plan, self.hidden, self.t, self.here, self.there = plan, hidden, t, record, reference
+        assert reference.cohort is not None
         self.victim = neighbour.victim
-        self.draws = int((there.cohort.clients == self.victim).sum())
+        self.draws = int((reference.cohort.clients == self.victim).sum())
         # how far a client's part may move, in bounds
         self.share = 1 if neighbour.absent else 2
 
@@ -39,47 +39,47 @@ class SumDifference:
         plan = self.plan
         if plan.mechanism is None or plan.mechanism.by_draws:
             return
-        mechanism = on_sums(plan)
-        moved = self._sum()
+        mechanism = sum_mechanism(plan)
+        sum_shift = self._sum()
         squares = 0.0
         for query in mechanism.sums:
             if query is mechanism.queries[0]:
                 unit = (self.there.bound or 0.0) * plan.weight / query.bound
-                far, slack = moved
+                shift, slack = sum_shift
             else:
                 unit = 1.0
                 answers = self.here.answers, self.there.answers
-                if not all(query.name in some for some in answers):
+                if not all(query.name in world_answers for world_answers in answers):
                     continue
-                far = abs(answers[0][query.name] - answers[1][query.name])
+                shift = abs(answers[0][query.name] - answers[1][query.name])
                 slack = 4 * float(np.spacing(abs(answers[1][query.name])))
-            most = self.draws * self.share * query.bound * unit
+            max_shift = self.draws * self.share * query.bound * unit
             std = query.std * unit * plan.factor(self.t)
             if plan.lattice is not None:  # the one sum, in steps
-                most = self.draws * self.share * math.sqrt(plan.lattice.square)
+                max_shift = self.draws * self.share * math.sqrt(plan.lattice.square)
                 std = plan.lattice.std
-            squares += (max(far - slack, 0.0) / std) ** 2
-            if not far <= most * (1 + ROUNDING) + slack:
+            squares += (max(shift - slack, 0.0) / std) ** 2
+            if not shift <= max_shift * (1 + ROUNDING) + slack:
                 yield (
-                    f"the sum of {query.name} in round {self.t} moves by {far:.12g}, where "
-                    f"{most:.12g} is declared"
+                    f"the sum of {query.name} in round {self.t} moves by {shift:.12g}, where "
+                    f"{max_shift:.12g} is declared"
                 )
         relation = self.plan.experiment.relation
-        declared = mechanism.mu(relation) / plan.factor(self.t) * self.draws * self.share
-        declared /= 2 if relation == "replace_one" else 1
-        if not math.sqrt(squares) <= declared * (1 + 1e-6):
+        declared_mu = mechanism.mu(relation) / plan.factor(self.t) * self.draws * self.share
+        declared_mu /= 2 if relation == "replace_one" else 1
+        if not math.sqrt(squares) <= declared_mu * (1 + 1e-6):
             yield (
                 f"the sums of round {self.t} move by {math.sqrt(squares):.6g} stds of their noise "
-                f"together, where the mechanism has {declared:.6g}"
+                f"together, where the mechanism has {declared_mu:.6g}"
             )
-        yield from self._others(moved[1])
+        yield from self._other_client_faults(sum_shift[1])
         yield from self._histogram()
 
     def square(self) -> float:
         """Of how far the sum of the updates moves, in stds of its noise."""
-        far, slack = self._sum()
+        shift, slack = self._sum()
         std = self.plan.sum_std(self.t, self.there.bound)
-        return (max(far - slack, 0.0) / std) ** 2
+        return (max(shift - slack, 0.0) / std) ** 2
 
     def _sum(self) -> tuple[float, float]:
         """How far the sum of the updates moves, and what rounding may add to that."""
@@ -87,20 +87,20 @@ class SumDifference:
         if plan.lattice is not None:  # whose integers are exact
             assert self.here.total is not None and self.there.total is not None
             return float(np.linalg.norm(self.here.total - self.there.total)), 0.0
-        here, there = self.here.released, self.there.released
-        assert here is not None and there is not None and self.there.cohort is not None
+        total, base = self.here.released, self.there.released
+        assert total is not None and base is not None and self.there.cohort is not None
         grid = Grid.of(
             len(self.there.cohort),
             None if self.there.bound is None else self.there.bound * plan.weight,
             plan.client_std(self.t, self.there.bound),
         )
         order = self.plan.experiment.bounding.order
-        root = len(there) ** (1 / order)
+        root = len(base) ** (1 / order)
         coarse = 2 * self.draws + (len(self.there.cohort) if self.hidden else 0)
-        slack = root * (coarse * grid.step + 4 * float(np.spacing(np.abs(there).max(initial=0.0))))
-        return float(np.linalg.norm(here - there, order)), slack
+        slack = root * (coarse * grid.step + 4 * float(np.spacing(np.abs(base).max(initial=0.0))))
+        return float(np.linalg.norm(total - base, order)), slack
 
-    def _others(self, slack: float) -> Iterator[str]:
+    def _other_client_faults(self, slack: float) -> Iterator[str]:
         """What clients send, the victim left out, is the same."""
         records = self.here, self.there
         if any(record.total is None or self.victim not in record.sent for record in records):
@@ -110,21 +110,21 @@ class SumDifference:
             yield f"what others send in round {self.t} differs"
 
     def _histogram(self) -> Iterator[str]:
-        here, there = self.here.histogram, self.there.histogram
-        if (here is None) != (there is None):
+        histogram, base = self.here.histogram, self.there.histogram
+        if (histogram is None) != (base is None):
             yield f"a histogram is released after round {self.t} in one world alone"
-        if here is None or there is None:
+        if histogram is None or base is None:
             return
         assert self.here.scores is not None and self.there.scores is not None
-        every = (self.here.scores, self.there.scores)
-        if len({np.delete(scores, self.victim).tobytes() for scores in every}) > 1:
+        score_vectors = (self.here.scores, self.there.scores)
+        if len({np.delete(scores, self.victim).tobytes() for scores in score_vectors}) > 1:
             yield f"the scores of others after round {self.t} differ"
-        most = math.sqrt(self.share)
+        max_shift = math.sqrt(self.share)
         survey = mechanism_of(self.plan).survey
         relation = self.plan.experiment.relation
         if survey is not None and (relation == "replace_one") == (self.share == 2):
-            most = min(most, replace(survey, times=1).mu(relation) * survey.std)
-        far = float(np.linalg.norm(here - there))
-        if not far <= most * (1 + ROUNDING) + 1e-15 * float(np.abs(there).sum()):
+            max_shift = min(max_shift, replace(survey, times=1).mu(relation) * survey.std)
+        shift = float(np.linalg.norm(histogram - base))
+        if not shift <= max_shift * (1 + ROUNDING) + 1e-15 * float(np.abs(base).sum()):
             counts = f"the counts after round {self.t}"
-            yield f"{counts} move by {far:.12g}, where {most:.12g} is declared"
+            yield f"{counts} move by {shift:.12g}, where {max_shift:.12g} is declared"

@@ -12,7 +12,7 @@ import numpy as np
 from raydpfl.audit import local_step_canaries
 from raydpfl.audit.canaries import CanaryRun
 from raydpfl.audit.replay.record import ByClient, Neighbour, RoundRecord, mechanism_of
-from raydpfl.audit.replay.rows import ComparedRows, of_victim
+from raydpfl.audit.replay.rows import ComparedRows, replace_victim_rows
 from raydpfl.audit.replay.sum_difference import ROUNDING, SumDifference
 from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Columns, Work
 from raydpfl.errors import BudgetError, ClientError, RunError
@@ -27,29 +27,29 @@ LOSSES = (0.0, LARGEST, -LARGEST, math.inf, math.nan)  # of the samples of an ad
 
 
 class World(CanaryRun):
-    """A run of some rounds, compared with those of the `first` world (None: it is the first).
+    """A run of some rounds, compared with those of the first world, `base` (None: it is the first).
 
     `moves` are sums that move too far, in words, and `faults` what else may not be.
     """
 
     def __init__(
-        self, plan: Plan, out: str, neighbour: Neighbour | None, first: World | None, **more: Any
+        self, plan: Plan, out: str, neighbour: Neighbour | None, base: World | None, **options: Any
     ):
-        super().__init__(plan, out, **more)
+        super().__init__(plan, out, **options)
         self.neighbour = neighbour
         self.words = str(neighbour or "the first world")
-        self.first = first
+        self.first = base
         self.records: list[RoundRecord] = []
         self.moves: list[str] = []
         self.faults: list[str] = []
-        self.ended = ""  # why it ended before its last round, in words
+        self.end_reason = ""  # why it ended before its last round, in words
         self.broken = False  # whether a round of it failed
         self.compared: set[int] = set()  # rounds that the victim takes part in
         # of how far all sums have moved by the victim, in stds of their noise
         self._squares = 0.0
 
     @property
-    def removed(self) -> bool:
+    def is_removed(self) -> bool:
         """Whether the victim is no part of any cohort, whose size is a secret."""
         e = self.experiment
         absent = self.neighbour is not None and self.neighbour.absent
@@ -57,23 +57,23 @@ class World(CanaryRun):
 
     def start(self) -> tuple[int, list[str]]:
         """What passes between the server and its clients is recorded."""
-        started = super().start()
+        pid_and_warnings = super().start()
         self.pool = RecordedPool(self.pool, self)
-        return started
+        return pid_and_warnings
 
     def carry_out(self, rounds: int) -> None:
         """The first rounds, fewer where the run itself ends."""
         try:
             self.start()
             for t in range(rounds):
-                if self.first is not None and self.neighbour and self.neighbour.in_turn:
+                if self.first is not None and self.neighbour and self.neighbour.is_rotating:
                     self.neighbour = replace(self.neighbour, victim=self.first.records[t].turn)
                 self.records.append(RoundRecord())
                 self.round()
-                self._done()
+                self._record_round()
         except BudgetError as error:
             self.records.pop()
-            self.ended = str(error)
+            self.end_reason = str(error)
         except (RunError, ClientError) as error:
             t = len(self.records) - 1
             self.faults.append(f"round {t} ended the run: {error}")
@@ -84,64 +84,64 @@ class World(CanaryRun):
         elif hasattr(self, "pool"):
             self.pool.close()
 
-    def _done(self) -> None:
+    def _record_round(self) -> None:
         t = self.state.t - 1
         flow = self.records[t].flow
         state = self.state
         flow["the model"] = state.model.tobytes()
         flow["the next bound"] = state.bound
         flow["what the server keeps"] = {
-            name: {key: np.asarray(value).tobytes() for key, value in kept.items()}
-            for name, kept in state.states.items()
+            name: {key: np.asarray(value).tobytes() for key, value in state_arrays.items()}
+            for name, state_arrays in state.states.items()
             if name != "individual"
         }
         if self.plan.individual:
-            kept = state.states["individual"]
-            pairs = zip(kept["spent"].tolist(), kept["left"].tolist(), strict=True)
+            state_arrays = state.states["individual"]
+            pairs = zip(state_arrays["spent"].tolist(), state_arrays["left"].tolist(), strict=True)
             victim = None if self.neighbour is None else self.neighbour.victim
-            own = {(client, 0): pair for client, pair in enumerate(pairs)}
-            flow["what clients have spent of their budgets"] = ByClient(own, victim, True)
+            budget_pairs = {(client, 0): pair for client, pair in enumerate(pairs)}
+            flow["what clients have spent of their budgets"] = ByClient(budget_pairs, victim, True)
         flow["the ledger"] = self._ledger_text().splitlines()[-1:]
         budget = self.experiment.privacy.budget
-        spent = [self.accounts.spent(t)[name] for name in self.plan.rigorous]
-        if budget is not None and not min(spent) <= budget:
-            self.faults.append(f"round {t} spends {min(spent):.6g}, above the budget of {budget:g}")
+        costs = [self.accounts.epsilons(t)[name] for name in self.plan.rigorous_accountants]
+        if budget is not None and not min(costs) <= budget:
+            self.faults.append(f"round {t} spends {min(costs):.6g}, above the budget of {budget:g}")
         if self.first is not None and t < len(self.first.records):
             self._compare(t, self.records[t], self.first.records[t])
 
-    def _compare(self, t: int, here: RoundRecord, there: RoundRecord) -> None:
-        assert self.neighbour is not None and there.cohort is not None
-        if not len(there.cohort) or self.neighbour.victim in there.cohort.clients:
+    def _compare(self, t: int, record: RoundRecord, reference: RoundRecord) -> None:
+        assert self.neighbour is not None and reference.cohort is not None
+        if not len(reference.cohort) or self.neighbour.victim in reference.cohort.clients:
             self.compared.add(t)
-        for what, value in here.flow.items():
-            if value != there.flow.get(what):
-                self.faults.append(f"with {self.neighbour}, {what} of round {t} differs")
-        moved = SumDifference(self.plan, self.neighbour, self.removed, t, here, there)
-        for query, noise in here.noise.items():
-            before = there.noise.get(query)
-            size = 0.0 if before is None else float(np.abs(before).max(initial=0.0))
-            size += 0.0 if here.total is None else float(np.abs(here.total).max(initial=0.0))
-            if before is None or not np.allclose(noise, before, rtol=0, atol=1e-12 * (1 + size)):
+        for name, value in record.flow.items():
+            if value != reference.flow.get(name):
+                self.faults.append(f"with {self.neighbour}, {name} of round {t} differs")
+        difference = SumDifference(self.plan, self.neighbour, self.is_removed, t, record, reference)
+        for query, noise in record.noise.items():
+            twin = reference.noise.get(query)  # the same noise in the first world
+            size = 0.0 if twin is None else float(np.abs(twin).max(initial=0.0))
+            size += 0.0 if record.total is None else float(np.abs(record.total).max(initial=0.0))
+            if twin is None or not np.allclose(noise, twin, rtol=0, atol=1e-12 * (1 + size)):
                 self.faults.append(
                     f"with {self.neighbour}, the noise on {query} of round {t} differs"
                 )
-        self.moves += [f"with {self.neighbour}, {fault}" for fault in moved.faults()]
+        self.moves += [f"with {self.neighbour}, {fault}" for fault in difference.faults()]
         if self.plan.individual:
-            self._squares += moved.square()
-            self.moves += self._beyond_its_budget(t)
+            self._squares += difference.square()
+            self.moves += self._budget_faults(t)
 
-    def _beyond_its_budget(self, t: int) -> list[str]:
+    def _budget_faults(self, t: int) -> list[str]:
         """By how much all that was released until now moves by the victim, against its budget."""
         assert self.neighbour is not None and self.plan.individual is not None
         budgets = self.plan.individual
-        share = (1 if self.neighbour.absent else 2) / budgets.moves
-        most = float(budgets.squares[self.neighbour.victim]) * share**2
-        if self._squares <= most * (1 + 1e-6):
+        share = (1 if self.neighbour.absent else 2) / budgets.sensitivity_factor
+        max_square = float(budgets.squares[self.neighbour.victim]) * share**2
+        if self._squares <= max_square * (1 + 1e-6):
             return []
         stds = f"{math.sqrt(self._squares):.6g} stds of their noise together"
         return [
             f"with {self.neighbour}, the sums up to round {t} move by {stds}, where its own budget "
-            f"has {math.sqrt(most):.6g}"
+            f"has {math.sqrt(max_square):.6g}"
         ]
 
     # --- what is released: that of the first world ---
@@ -150,29 +150,29 @@ class World(CanaryRun):
         cohort = super().select(t)
         record = self.records[t]
         record.flow["the cohort"] = cohort.clients.tobytes(), cohort.draws.tobytes(), cohort.lost
-        self._drawn_as_declared(t, cohort)
-        if self.removed:
+        self._check_cohort(t, cohort)
+        if self.is_removed:
             assert self.neighbour is not None
-            stay = cohort.clients != self.neighbour.victim
-            cohort = Cohort(cohort.clients[stay], cohort.draws[stay], cohort.lost)
+            mask = cohort.clients != self.neighbour.victim
+            cohort = Cohort(cohort.clients[mask], cohort.draws[mask], cohort.lost)
         return cohort
 
-    def _drawn_as_declared(self, t: int, cohort: Cohort) -> None:
+    def _check_cohort(self, t: int, cohort: Cohort) -> None:
         """Whether the member, asked again, draws this cohort of the losses that were answered."""
-        asked = iter(self.records[t].asked)
+        replies = iter(self.records[t].asked)
 
         def ask(clients: np.ndarray) -> np.ndarray:
-            before, answers = next(asked, (np.empty(0), clients))
-            if not np.array_equal(before, clients):
+            recorded_clients, answers = next(replies, (np.empty(0), clients))
+            if not np.array_equal(recorded_clients, clients):
                 raise RunError(f"other clients are asked for their losses in round {t} again")
             return answers
 
         plan = self.plan
-        again = self.experiment.selection.draw(plan.cohort_seed(), t, plan.population, ask)
+        redrawn_cohort = self.experiment.selection.draw(plan.cohort_seed(), t, plan.population, ask)
         if not (
-            np.array_equal(again.clients, cohort.clients)
-            and np.array_equal(again.draws, cohort.draws)
-            and again.lost == cohort.lost
+            np.array_equal(redrawn_cohort.clients, cohort.clients)
+            and np.array_equal(redrawn_cohort.draws, cohort.draws)
+            and redrawn_cohort.lost == cohort.lost
         ):
             self.faults.append(f"the cohort of round {t} is not the one that the selection draws")
 
@@ -191,24 +191,25 @@ class World(CanaryRun):
         record.flow["what is recorded of clients"] = ByClient(by_client, victim, True)
         if self.neighbour is not None and self.neighbour.absent:
             for result in results:
-                stay = result.columns["client"] != victim
-                result.columns = {name: kept[stay] for name, kept in result.columns.items()}
+                mask = result.columns["client"] != victim
+                result.columns = {name: column[mask] for name, column in result.columns.items()}
         return total, results
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
-        released = super().release(t, total)
+        noised_sum = super().release(t, total)
         record = self.records[t]
-        record.released = released.copy()
-        modular = self.plan.modular(t, self.state.bound)
+        record.released = noised_sum.copy()
+        modular = self.plan.modular_sum(t, self.state.bound)
         if modular is None:
-            record.noise["updates"] = released - total
+            record.noise["updates"] = noised_sum - total
         else:
-            added = np.zeros_like(total) if self._added is None else self._added.copy()
-            record.noise["updates"] = added
-            if not np.array_equal(released, modular.decode(total + added)):
+            noise = self._server_noise
+            noise = np.zeros_like(total) if noise is None else noise.copy()
+            record.noise["updates"] = noise
+            if not np.array_equal(noised_sum, modular.decode(total + noise)):
                 self.faults.append(f"the sum of round {t} is released with other noise than drawn")
-        forced = None if self.first is None else self.first.records[t].released
-        return released if forced is None else forced.copy()
+        reference_sum = None if self.first is None else self.first.records[t].released
+        return noised_sum if reference_sum is None else reference_sum.copy()
 
     def noisy_answers(
         self, t: int, cohort: Cohort, columns: Columns, noise: MonitoredNoise | None = None
@@ -240,8 +241,8 @@ class World(CanaryRun):
         record.noise["histogram"] = record.histogram - histogram.counts(values)
         if self.first is None:
             return record.histogram
-        forced = self.first.records[t].histogram
-        return record.histogram if forced is None else forced.copy()
+        reference_histogram = self.first.records[t].histogram
+        return record.histogram if reference_histogram is None else reference_histogram.copy()
 
     def answered(
         self, t: int, clients: np.ndarray, answers: np.ndarray, noise_seed: int
@@ -249,34 +250,34 @@ class World(CanaryRun):
         """The losses that clients (int64 [k]) answer with: those of the first world."""
         record = self.records[t]
         if self.first is not None:
-            before = self.first.records[t].asked
+            replies = self.first.records[t].asked
             place = len(record.asked)
-            if place < len(before) and np.array_equal(before[place][0], clients):
-                self._compare_losses(t, clients, answers, before[place][1], noise_seed)
-                answers = before[place][1]
+            if place < len(replies) and np.array_equal(replies[place][0], clients):
+                self._compare_losses(t, clients, answers, replies[place][1], noise_seed)
+                answers = replies[place][1]
             else:
                 self.faults.append(f"other clients are asked for their losses in round {t}")
         record.asked.append((clients.copy(), answers.copy()))
         return answers
 
     def _compare_losses(
-        self, t: int, clients: np.ndarray, here: np.ndarray, there: np.ndarray, noise_seed: int
+        self, t: int, clients: np.ndarray, losses: np.ndarray, base: np.ndarray, noise_seed: int
     ) -> None:
         assert self.neighbour is not None
         victim = self.neighbour.victim
-        others = clients != victim
-        if not np.array_equal(here[others], there[others], equal_nan=True):
+        is_other = clients != victim
+        if not np.array_equal(losses[is_other], base[is_other], equal_nan=True):
             self.faults.append(f"with {self.neighbour}, the loss of others in round {t} differs")
         selection = self.experiment.selection
         query = selection.loss_query
-        if query is None or others.all():
+        if query is None or is_other.all():
             return
-        worst = (np.full(3, loss) for loss in LOSSES)
-        answers = [selection.answer(losses, noise_seed, t, victim) for losses in worst]
-        moved = np.ptp([*answers, *here[~others], *there[~others]])
-        if not moved <= 2 * query.bound * (1 + ROUNDING) + 1e-12 * np.abs(answers).max():
+        samples = (np.full(3, loss) for loss in LOSSES)
+        answers = [selection.answer(sample, noise_seed, t, victim) for sample in samples]
+        loss_range = np.ptp([*answers, *losses[~is_other], *base[~is_other]])
+        if not loss_range <= 2 * query.bound * (1 + ROUNDING) + 1e-12 * np.abs(answers).max():
             self.moves.append(
-                f"with {self.neighbour}, its loss of round {t} moves by {moved:.6g}, where "
+                f"with {self.neighbour}, its loss of round {t} moves by {loss_range:.6g}, where "
                 f"{2 * query.bound:g} is declared"
             )
 
@@ -290,24 +291,24 @@ class World(CanaryRun):
             for name, state in broadcast.states.items()
         }
         grid = None if self.first is None else self.first.records[work.t].flow.get("the grid")
-        flow["the grid"] = grid if self.removed else (work.grid.step, work.grid.most)
+        flow["the grid"] = grid if self.is_removed else (work.grid.step, work.grid.most)
         flow["the noise asked of clients"] = work.client_std, work.noise_seed
         flow["the bound sent"] = work.bound
-        others: dict[str, dict[tuple[int, int], Any]] = {"weights": {}, "noise": {}, "state": {}}
+        values: dict[str, dict[tuple[int, int], Any]] = {"weights": {}, "noise": {}, "state": {}}
         for chunk in chunks:
             for slot, client in enumerate(chunk.clients.tolist()):
                 key = client, int(chunk.draws[slot])
                 if client < 0:
                     continue
-                others["weights"][key] = float(chunk.weights[slot])
-                others["noise"][key] = None if chunk.stds is None else float(chunk.stds[slot])
-                others["state"][key] = {
+                values["weights"][key] = float(chunk.weights[slot])
+                values["noise"][key] = None if chunk.stds is None else float(chunk.stds[slot])
+                values["state"][key] = {
                     name: rows[slot].tobytes()
                     for name, rows in chunk.memory.items()
                     if slot in rows
                 }
-        for what, by_client in others.items():
-            flow[f"the {what} of clients"] = ByClient(by_client, victim, what == "state")
+        for kind, by_client in values.items():
+            flow[f"the {kind} of clients"] = ByClient(by_client, victim, kind == "state")
 
 
 class TrainingWorld(World):
@@ -319,11 +320,12 @@ class TrainingWorld(World):
         actor = ClientActor(self.experiment, str(self.plan.shards))
         actor.shards.reader = ComparedRows(actor.shards, self.faults)
         if self.neighbour is not None:
-            actor.shards.reader = of_victim(actor.shards.reader, self.neighbour.victim, -10)
+            reader = actor.shards.reader
+            actor.shards.reader = replace_victim_rows(reader, self.neighbour.victim, -10)
         return actor
 
-    def spent(self) -> Mapping[str, float]:
-        return local_step_canaries.spent(self.plan, len(self.rounds))
+    def run_epsilons(self) -> Mapping[str, float]:
+        return local_step_canaries.max_epsilons(self.plan, len(self.rounds))
 
     def finished(self) -> None:
         """The ledger is read where no other world has it."""

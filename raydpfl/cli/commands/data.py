@@ -17,7 +17,7 @@ SOME = "Some of them, or import paths of your own classes."
 FETCHED = "One whose place raydpfl data list names raydpfl data fetch."
 DESCRIBED = "A config and fields to change; or data files, or a folder, and fields of data."
 PICTURE = "A picture of the classes of each client: a file .svg, .png or .pdf."
-DATA = completion.of_family("data")
+DATA = completion.family_completer("data")
 
 
 def list_kinds(
@@ -62,7 +62,7 @@ def describe(
         if out is not None:
             expected = "none without a config, such as data describe prints of these files"
             raise ConfigError("--out", str(out), expected)
-        print(_understood(files, data_root), end="")
+        print(_suggested_config(files, data_root), end="")
         return
     if out is not None:
         from raydpfl.report import class_histogram
@@ -70,25 +70,25 @@ def describe(
         class_histogram.check(out)
     with stored_code(config, trust_code):
         experiment = read("data describe", config, overrides, ("data",), trust_code)[0]
-        held_out = experiment.evaluate.held_out
-        folder = data.prepare(experiment.data, experiment.seed, data_root, validation=held_out)
-        loaded = data.Shards.open(folder)
-        counted = experiment.data.counted(data_root)
-    for name, value in {**loaded.describe(), **counted}.items():
+        validation = experiment.evaluate.held_out
+        folder = data.prepare(experiment.data, experiment.seed, data_root, validation=validation)
+        shards = data.Shards.open(folder)
+        source_counts = experiment.data.counted(data_root)
+    for name, value in {**shards.describe(), **source_counts}.items():
         if isinstance(value, dict):
             value = ", ".join(f"{key} {number:g}" for key, number in value.items())
         print(f"{name}: {value}")
     if out is not None:
-        counts = loaded.class_counts()
+        counts = shards.class_counts()
         if not counts.shape[1]:
             raise ConfigError("--out", str(out), "none for data whose samples have no class each")
-        class_histogram.write(out, counts, loaded.target.names)
+        class_histogram.write(out, counts, shards.target.names)
         print(f"Picture: {out}")
 
 
 def _is_config(name: str) -> bool:
     """Whether a name is that of a config or of a run's directory, and not of data."""
-    if storage.elsewhere(name):
+    if storage.is_address(name):
         return True
     folder = Path(name)
     if folder.is_dir():
@@ -96,7 +96,7 @@ def _is_config(name: str) -> bool:
     return folder.suffix in (".yaml", ".yml") or ("=" in name and not folder.exists())
 
 
-def _understood(arguments: list[str], data_root: Path | None) -> str:
+def _suggested_config(arguments: list[str], data_root: Path | None) -> str:
     """A config for data files, with what was understood of them as its comments."""
     from raydpfl import data
     from raydpfl.config.yaml import dump
@@ -105,9 +105,9 @@ def _understood(arguments: list[str], data_root: Path | None) -> str:
     files = [argument for argument in arguments if "=" not in argument or os.path.exists(argument)]
     changes = [argument for argument in arguments if argument not in files]
     tree = overridden({"data": {}}, changes)
-    other = [name for name in tree if name != "data"]
-    if other:
-        raise ConfigError(other[0], tree[other[0]], "fields of data alone, as in data.y=price")
+    names = [name for name in tree if name != "data"]
+    if names:
+        raise ConfigError(names[0], tree[names[0]], "fields of data alone, as in data.y=price")
     suggestion = data.Suggestion(files, tree["data"], data_root)
     Experiment.from_dict(suggestion.tree)
     notes = [*suggestion.notes, *(f"warning: {warning}" for warning in suggestion.warnings)]

@@ -118,63 +118,64 @@ def budget(
     from raydpfl.cli import budget_display
     from raydpfl.privacy import calculator
 
-    stated = {
+    options = {
         name: value
         for name, value in context.params.items()
         if name not in NO_OPTIONS and value is not None
     }
     runs = [name for name in overrides or () if "=" not in name or os.path.exists(name)]
     if config and runs:
-        answer = _together([config, *runs], overrides or [], stated, data_root, trust_code)
+        answer = _compose_runs([config, *runs], overrides or [], options, data_root, trust_code)
     elif config:
         search = private_search(config, overrides or ())
         expected = "none with a CONFIG; change its fields, as in noise.epsilon=3"
-        _check_options(stated, {"data_root"} if search else {"data_root", "person"}, expected)
+        _check_options(options, {"data_root"} if search else {"data_root", "person"}, expected)
         from raydpfl.experiment import Experiment
         from raydpfl.simulation import planned_guarantee
 
         imports = set(Experiment.model_fields) - {"model", "server"}
         with stored_code(config, trust_code):
             if search:
-                from raydpfl.sweep.search_privacy import of_the_best
+                from raydpfl.sweep.search_privacy import private_search_composition
 
-                answer = of_the_best(read_sweep(config, overrides or (), False)[0], data_root)
+                sweep = read_sweep(config, overrides or (), False)[0]
+                answer = private_search_composition(sweep, data_root)
             else:
-                asked = read("budget", config, overrides, imports, trust_code)[0]
-                answer = planned_guarantee.of_config(asked, data_root, person)
+                experiment = read("budget", config, overrides, imports, trust_code)[0]
+                answer = planned_guarantee.planned_budget(experiment, data_root, person)
     else:
-        answer = calculator.from_options(**stated)
+        answer = calculator.from_options(**options)
     if as_json:
         print_json(answer.to_dict())
     else:
         Console(highlight=False).print(budget_display.shown(answer))
 
 
-def _check_options(stated: dict[str, Any], allowed: set[str], expected: str) -> None:
-    for name in (name for name in stated if name not in allowed):
-        raise ConfigError(f"--{name.replace('_', '-')}", stated[name], expected)
+def _check_options(options: dict[str, Any], names: set[str], expected: str) -> None:
+    for name in (name for name in options if name not in names):
+        raise ConfigError(f"--{name.replace('_', '-')}", options[name], expected)
 
 
-def _together(
-    runs: list[str], others: list[str], stated: dict[str, Any], root: Path | None, trust_code: bool
+def _compose_runs(
+    runs: list[str], words: list[str], options: dict[str, Any], root: Path | None, trust_code: bool
 ) -> Any:
     """What several runs spend together."""
     from raydpfl.experiment import Experiment
     from raydpfl.simulation import composed_runs
 
-    _check_options(stated, {"delta", "data_root"}, "none but --delta with RUNs")
-    for change in (change for change in others if change not in runs):
+    _check_options(options, {"delta", "data_root"}, "none but --delta with RUNs")
+    for change in (change for change in words if change not in runs):
         raise ConfigError(*change.partition("=")[::2], "no change of fields with several RUNs")
     imports = set(Experiment.model_fields) - {"model", "server"}
-    stored = []
+    stored_runs = []
     with ExitStack() as stack:
         for name in runs:
             stack.enter_context(stored_code(name, trust_code))
             experiment, folder = read("budget", name, None, imports, trust_code)
-            reading = storage.reading(name, "run", "ledger.jsonl".__eq__)
+            reading = storage.readable_folder(name, "run", "ledger.jsonl".__eq__)
             place = stack.enter_context(reading) if folder else None
-            stored.append(composed_runs.StoredRun.of(name, experiment, place))
-        return composed_runs.compose(stored, root, stated.get("delta"))
+            stored_runs.append(composed_runs.StoredRun.of(name, experiment, place))
+        return composed_runs.compose(stored_runs, root, options.get("delta"))
 
 
 AUDITED = "Where audit.json and scores.parquet go; default: a new one under runs/."
@@ -223,8 +224,8 @@ def audit(
     )
     task = bar.add_task("", total=None)
 
-    def show(done: int, of: int) -> None:
-        bar.update(task, completed=done, total=of)
+    def show(done_count: int, total: int) -> None:
+        bar.update(task, completed=done_count, total=total)
 
     with stored_code(config, trust_code), bar:
         experiment, _ = read("audit", config, overrides, trust_code=trust_code)
@@ -239,8 +240,8 @@ def audit(
     else:
         console.print(result.text(), markup=False)
         page = f"raydpfl report {shlex.quote(str(out))}"
-        following = f"Audit directory: {out}\n  its page and figures:  {page}"
-        console.print(following, markup=False, soft_wrap=True)
+        directory_note = f"Audit directory: {out}\n  its page and figures:  {page}"
+        console.print(directory_note, markup=False, soft_wrap=True)
     if not result.passed:
-        results = storage.within(out, "audit.json")
+        results = storage.join_address(out, "audit.json")
         raise RunError(f"the run is not as private as it claims; see {results}")

@@ -44,13 +44,13 @@ def show(
     from raydpfl.config.defaults import MARK
 
     with read_config(config) as place:
-        asked = str(place) if storage.elsewhere(config) else config
-        shown = preview(asked, overrides or (), timed, data_root)
+        target = str(place) if storage.is_address(config) else config
+        file_preview = preview(target, overrides or (), timed, data_root)
     console = Console(soft_wrap=True)
-    for line in shown.text.splitlines():
+    for line in file_preview.text.splitlines():
         console.print(Text(line, style="dim" if line.endswith(MARK) else ""))
-    if shown.refused:
-        raise shown.refused
+    if file_preview.refused:
+        raise file_preview.refused
 
 
 CHECKED = (
@@ -58,7 +58,7 @@ CHECKED = (
     "An import path is code that runs."
 )
 AROUND = "Fields of the small experiment around it, or of the member's own section."
-Around = Annotated[list[str] | None, argument(AROUND, "KEY=VALUE", completion.after_colon)]
+Around = Annotated[list[str] | None, argument(AROUND, "KEY=VALUE", completion.kinds_after_colon)]
 
 
 def check(
@@ -77,11 +77,10 @@ def check(
     else:
         console = plain_console()
         print(contract.render(clauses, *[console.width] * console.is_terminal))
-    broken = [clause for clause in clauses if clause.kept is False]
-    if broken:
-        first = broken[0]
-        where = f" ({first.example})" if first.example else ""
-        raise RunError(f"{member} breaks {first.name}{where}. {first.finding}")
+    breach = next((clause for clause in clauses if clause.kept is False), None)
+    if breach is not None:
+        example = f" ({breach.example})" if breach.example else ""
+        raise RunError(f"{member} breaks {breach.name}{example}. {breach.finding}")
 
 
 NAMED = "A section of the config (bounding, data.partition, ...), or one of its kinds."

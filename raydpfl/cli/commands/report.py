@@ -8,7 +8,7 @@ from rich.console import Console
 
 from raydpfl import storage
 from raydpfl.cli.options import argument, option
-from raydpfl.cli.wrong_command import directed
+from raydpfl.cli.wrong_command import redirect_errors
 
 REPORTED = "The directory of a run, a sweep, an audit or a study; or several, as for compare."
 WRITTEN = "Where the report goes. Default: DIR/report; of several, a new ./report-NAMES."
@@ -23,9 +23,9 @@ def report(
     """Make a page, figures and tables of what ran, from its directory alone. Nothing is trained."""
     from raydpfl.report import write
 
-    with directed("report", *directories):
+    with redirect_errors("report", *directories):
         place = write(directories, out, columns)
-    print(f"Report: {storage.within(place, 'index.html')}")
+    print(f"Report: {storage.join_address(place, 'index.html')}")
 
 
 SCORE = "The score to compare by. Default: that by which the runs are followed."
@@ -43,7 +43,7 @@ def compare(
     from raydpfl import report as reports
     from raydpfl.cli import comparison_table
 
-    with directed("compare", *directories):
+    with redirect_errors("compare", *directories):
         comparison, place = reports.compare(directories, out, metric)
     comparison_table.show(Console(highlight=False), comparison)
-    print(f"Page: {storage.within(place, 'index.html')}")
+    print(f"Page: {storage.join_address(place, 'index.html')}")

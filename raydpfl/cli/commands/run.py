@@ -14,7 +14,7 @@ from rich.console import Console
 
 from raydpfl import storage
 from raydpfl.cli.exit_codes import Failed, fail, resumable
-from raydpfl.cli.experiment_reader import new_folder, no_folder, read
+from raydpfl.cli.experiment_reader import new_folder, read, refuse_resume
 from raydpfl.cli.options import (
     Address,
     Config,
@@ -26,7 +26,7 @@ from raydpfl.cli.options import (
     argument,
     option,
 )
-from raydpfl.cli.wrong_command import directed
+from raydpfl.cli.wrong_command import redirect_errors
 from raydpfl.errors import ConfigError
 
 BEGAN = time.time()  # that is a quarter of a second after the process
@@ -49,11 +49,11 @@ def run(
     from raydpfl.runtime import runner
     from raydpfl.simulation import user_code
 
-    stored = out or config if resume else config
-    with user_code.stored_code(stored, first=resume and not fresh_noise):
+    code_folder = out or config if resume else config
+    with user_code.stored_code(code_folder, prefer_stored=resume and not fresh_noise):
         experiment, folder = read("run", config, overrides)
         if resume and out is None:
-            out = folder or no_folder(config, "run")
+            out = folder or refuse_resume(config, "run")
         out = out or new_folder(config)
         console = Console(quiet=quiet, highlight=False)
         with run_display.Display(console, experiment.rounds, BEGAN) as display, resumable(out):
@@ -69,7 +69,7 @@ def run(
                 on_rows=display.rows,
                 on_measure=display.measure,
             )
-    run_display.report(console, result, display.took())
+    run_display.report(console, result, display.duration_text())
 
 
 FAMILY = """The family of the class: bounding, selection, local, noise, weights, server, measure,
@@ -103,7 +103,7 @@ def export(
     """Write the model of a run to a file: of one with adapters what was trained."""
     from raydpfl.simulation import export as saved
 
-    with directed("export", folder):
+    with redirect_errors("export", folder):
         print(saved.export(folder, out, merged, trust_code))
 
 
@@ -133,17 +133,17 @@ def submit(
     """Run one experiment, or a sweep, on a cluster, by Ray's job server."""
     from raydpfl.jobs.client import JobServer
 
-    asked = [name for name in (config, follow, stop) if name is not None]
-    if len(asked) != 1:
+    targets = [name for name in (config, follow, stop) if name is not None]
+    if len(targets) != 1:
         raise ConfigError("submit", config, "a CONFIG, or --follow ID, or --stop ID")
     if config is None and (resume or there):
         name, value = ("--resume", resume) if resume else ("--there", True)
         raise ConfigError(name, value, "a CONFIG next to it")
-    job = asked[0]
-    with directed("submit", *([config] if config else [])):
+    job = targets[0]
+    with redirect_errors("submit", *([config] if config else [])):
         server = JobServer(address)
         if config is not None:
-            job = server.submit(config, overrides or (), out, resume=resume, there=there)
+            job = server.submit(config, overrides or (), out, resume=resume, files_on_cluster=there)
     if stop:
         server.stop(stop)
     hints = f"follow it with: {server.command('--follow', job)}\n"
@@ -159,7 +159,7 @@ def submit(
         hint = RESUMED.format(server.run_of(job)) if folder and code != 2 else ""
         print(f"raydpfl: {job} ended with exit code {code}{hint}", file=sys.stderr, flush=True)
     if folder:
-        away = storage.elsewhere(folder)
+        away = storage.is_address(folder)
         print(f"It is at: {folder}" if away else f"Brought back to: {os.path.abspath(folder)}")
     if code and not stop:
         raise Failed(code)

@@ -12,7 +12,7 @@ import typer
 from raydpfl import storage
 from raydpfl.cli import completion
 from raydpfl.cli.exit_codes import resumable
-from raydpfl.cli.experiment_reader import new_folder, no_folder, read_sweep
+from raydpfl.cli.experiment_reader import new_folder, read_sweep, refuse_resume
 from raydpfl.cli.options import (
     Address,
     Config,
@@ -25,7 +25,7 @@ from raydpfl.cli.options import (
     option,
     plain_console,
 )
-from raydpfl.cli.wrong_command import directed
+from raydpfl.cli.wrong_command import redirect_errors
 from raydpfl.errors import ConfigError, RunError
 
 SWEPT = "Sweep directory, or its address (s3://BUCKET/SWEEP); default: a new one under runs/."
@@ -47,15 +47,15 @@ def sweep(
     from raydpfl.cli.search_display import SweepDisplay
     from raydpfl.simulation import user_code
 
-    with user_code.stored_code(out or config if resume else config, first=resume):
-        asked, folder = read_sweep(config, overrides or (), resume)
+    with user_code.stored_code(out or config if resume else config, prefer_stored=resume):
+        sweep_spec, folder = read_sweep(config, overrides or (), resume)
         if resume and out is None:
-            out = config if folder else no_folder(config, "sweep")
+            out = config if folder else refuse_resume(config, "sweep")
         out = out or new_folder(config)
         options: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
         with SweepDisplay(plain_console(quiet)) as display, resumable(out, "sweep"):
-            result = tune.run(asked, out, on_change=display.show, **options)
-    display.report(result, asked)
+            result = tune.run(sweep_spec, out, on_change=display.show, **options)
+    display.report(result, sweep_spec)
     if result.problem:
         raise RunError(result.problem)
 
@@ -103,41 +103,42 @@ def reproduce(
     if not studies:
         raise ConfigError("study", None, "the name of a study; raydpfl reproduce --list shows them")
     if resume and out is None:
-        there = len(studies) == 1 and (os.path.isdir(studies[0]) or storage.elsewhere(studies[0]))
-        out = studies[0] if there else no_folder(" ".join(studies), "study", "reproduce")
+        study = studies[0]
+        is_folder = len(studies) == 1 and (os.path.isdir(study) or storage.is_address(study))
+        out = study if is_folder else refuse_resume(" ".join(studies), "study", "reproduce")
     options: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
     with ExitStack() as stack:
         names = [name for study_name in studies for name in studying.several(study_name)]
         for place, name in enumerate(names):
-            if storage.elsewhere(name):
-                folder = stack.enter_context(storage.reading(name, "study", _of_study))
+            if storage.is_address(name):
+                folder = stack.enter_context(storage.readable_folder(name, "study", _is_study_file))
                 names[place] = str(folder)
-        with directed("reproduce", *studies):
+        with redirect_errors("reproduce", *studies):
             labels = _labels_by_axis(only or ())
-            asked = [studying.Study.named(name, scale, seeds, only=labels) for name in names]
-        display = stack.enter_context(StudyDisplay(console, asked))
+            study_specs = [studying.Study.named(name, scale, seeds, only=labels) for name in names]
+        display = stack.enter_context(StudyDisplay(console, study_specs))
         stack.enter_context(resumable(out, "reproduce"))
-        results = studying.reproduce(*asked, out=out, on_change=display.show, **options)
+        results = studying.reproduce(*study_specs, out=out, on_change=display.show, **options)
     for result in results:
         display.report(result)
     problems = "; ".join(
-        f"{done.study.about.id}: {done.problem}" for done in results if done.problem
+        f"{result.study.about.id}: {result.problem}" for result in results if result.problem
     )
     if problems:
         raise RunError(problems)
 
 
-def _labels_by_axis(given: Sequence[str]) -> dict[str, list[str]]:
+def _labels_by_axis(filters: Sequence[str]) -> dict[str, list[str]]:
     """The labels that --only names. Raises `ConfigError`."""
-    only: dict[str, list[str]] = {}
-    for text in given:
+    labels: dict[str, list[str]] = {}
+    for text in filters:
         axis, _, names = text.partition("=")
         if not names:
             raise ConfigError("--only", text, "AXIS=LABEL, or AXIS=LABEL,LABEL")
-        only.setdefault(axis, []).extend(names.split(","))
-    return only
+        labels.setdefault(axis, []).extend(names.split(","))
+    return labels
 
 
-def _of_study(file: str) -> bool:
+def _is_study_file(file: str) -> bool:
     """Whether a file of a study's directory is read where the study is run."""
     return file == "study.yaml" or file.startswith("published/")

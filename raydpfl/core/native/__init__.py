@@ -15,7 +15,7 @@ The bits of what the library computes depend neither on the processor nor on the
 >>> norms(rows)
 array([5., 2.])
 >>> total = np.zeros(2)
->>> add(total, rows.numpy(), step=0.5, most=8.0, factors=np.array([0.5, 1.0]))
+>>> add(total, rows.numpy(), step=0.5, limit=8.0, factors=np.array([0.5, 1.0]))
 True
 >>> total
 array([1.5, 4. ])
@@ -51,8 +51,8 @@ CHUNK = 1 << 14  # numbers that numpy takes at once, so that they lie in the cac
 
 def library() -> ctypes.CDLL | None:
     """The compiled library; None where there is none, as `library_or_reason` says."""
-    compiled = library_or_reason()
-    return None if isinstance(compiled, str) else compiled
+    library_or_text = library_or_reason()
+    return None if isinstance(library_or_text, str) else library_or_text
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def library_or_reason() -> ctypes.CDLL | str:
     if command is None:
         return "no code is written for this processor"
     try:
-        return _opened(command, kernel_build.name(command))
+        return _open_library(command, kernel_build.name(command))
     except (OSError, subprocess.SubprocessError) as error:
         reason = _line(error)
         remedy = "install a C compiler, or name one in CC"
@@ -82,62 +82,62 @@ def _line(error: Exception) -> str:
     return " ".join(text.split())[:SHOWN]
 
 
-def _opened(command: list[str], name: str) -> ctypes.CDLL:
+def _open_library(command: list[str], name: str) -> ctypes.CDLL:
     """The library, from the cache or else from a folder of this process alone."""
     path = kernel_build.place(name)
     with suppress(OSError):
-        return _sound(path)
+        return _load_verified(path)
     with suppress(OSError):  # it is not there, or not as it was compiled
         kernel_build.compiled(command, path)
-        return _sound(path)
+        return _load_verified(path)
     with tempfile.TemporaryDirectory() as folder:
         private = Path(folder) / name
         kernel_build.compiled(command, private)
-        return _sound(private)
+        return _load_verified(private)
 
 
-def _sound(path: Path) -> ctypes.CDLL:
-    """`kernel_build.loaded`, with a test of its noise, norms and sums (0.2 ms). Raises OSError."""
-    loaded = kernel_build.loaded(path)
+def _load_verified(path: Path) -> ctypes.CDLL:
+    """`kernel_build.load_library`, with a test of noise, norms, sums (0.2 ms). Raises OSError."""
+    kernels = kernel_build.load_library(path)
     names = np.arange(15, dtype=np.uint64).reshape(3, 5)
-    drawn = np.empty((3, 2 * CHECKED), np.float32)
+    noise = np.empty((3, 2 * CHECKED), np.float32)
     stds = np.array([1.0, 0.5, 3.0], np.float32)
-    _call(loaded.raydpfl_normals, 3, CHECKED, names, stds, drawn)
+    _call(kernels.raydpfl_normals, 3, CHECKED, names, stds, noise)
     lengths = np.empty(3)
-    _call(loaded.raydpfl_norms32, *drawn.shape, drawn, lengths)
+    _call(kernels.raydpfl_norms32, *noise.shape, noise, lengths)
     total = np.zeros(2 * CHECKED)
-    _call(loaded.raydpfl_add, *drawn.shape, drawn, lengths, None, 2.0**-30, 2.0**20, total)
-    computed = b"".join(array.tobytes() for array in (drawn, lengths, total))
-    if hashlib.sha256(computed).hexdigest() != COMPUTED:
+    _call(kernels.raydpfl_add, *noise.shape, noise, lengths, None, 2.0**-30, 2.0**20, total)
+    test_output = b"".join(array.tobytes() for array in (noise, lengths, total))
+    if hashlib.sha256(test_output).hexdigest() != COMPUTED:
         raise OSError(0, "computes something else", str(path))
-    return loaded
+    return kernels
 
 
 def _call(function: Callable[..., int], *values: Any) -> int:
     """Calls compiled code with int64 and float64 numbers, and pointers to arrays."""
 
-    def converted(value: Any) -> Any:
+    def as_ctype(value: Any) -> Any:
         if isinstance(value, np.ndarray):
             return ctypes.c_void_p(value.ctypes.data)
         if isinstance(value, float):
             return ctypes.c_double(value)
         return ctypes.c_int64(int(value)) if isinstance(value, (int, np.integer)) else value
 
-    return function(*map(converted, values))
+    return function(*map(as_ctype, values))
 
 
 def use(count: int) -> None:
     """Has so many threads of this process, the caller's among them, train clients and add parts of
     sums from now on. Where two threads of Python call at once, one of them has these threads.
     """
-    if (compiled := library()) is not None:
-        _call(compiled.raydpfl_threads, count)
+    if (kernels := library()) is not None:
+        _call(kernels.raydpfl_threads, count)
 
 
 def threads() -> int:
     """How many `use` has asked for; 1 before, and where nothing is compiled."""
-    compiled = library()
-    return 1 if compiled is None else compiled.raydpfl_wanted()
+    kernels = library()
+    return 1 if kernels is None else kernels.raydpfl_wanted()
 
 
 def norms(rows: torch.Tensor) -> np.ndarray:
@@ -145,12 +145,12 @@ def norms(rows: torch.Tensor) -> np.ndarray:
     are added up in float64: those of every 64th number, then these 64 sums by halves.
     """
     values = rows.numpy()
-    compiled = library()
-    if compiled is None or not values.flags.c_contiguous or values.dtype not in EXACT:
+    kernels = library()
+    if kernels is None or not values.flags.c_contiguous or values.dtype not in EXACT:
         return np.array([_norm(row.astype(np.float64)) for row in values])
     lengths = np.empty(len(values))
     single = values.dtype == np.float32
-    function = compiled.raydpfl_norms32 if single else compiled.raydpfl_norms64
+    function = kernels.raydpfl_norms32 if single else kernels.raydpfl_norms64
     _call(function, *values.shape, values, lengths)
     return lengths
 
@@ -158,61 +158,61 @@ def norms(rows: torch.Tensor) -> np.ndarray:
 def _norm(row: np.ndarray) -> float:
     sums = np.zeros((-(-len(row) // PARTIAL) + 1, PARTIAL))  # the first row is 0, and starts sums
     sums.reshape(-1)[PARTIAL : PARTIAL + len(row)] = row * row
-    left = np.add.reduce(sums, axis=0)
-    while len(left) > 1:
-        left = left[: len(left) // 2] + left[len(left) // 2 :]
-    return float(np.sqrt(left[0]))
+    partials = np.add.reduce(sums, axis=0)
+    while len(partials) > 1:
+        partials = partials[: len(partials) // 2] + partials[len(partials) // 2 :]
+    return float(np.sqrt(partials[0]))
 
 
 def add(
     total: np.ndarray,
     rows: np.ndarray,
     step: float,
-    most: float,
+    limit: float,
     factors: np.ndarray | None = None,
     noise: np.ndarray | None = None,
 ) -> bool:
     """Adds rows[i], or factors[i] rows[i] (+ noise[i]), to `total`: every product and sum rounded,
     and then to multiples of `step`, halves to even ones. Returns whether no number that is added
-    exceeds `most` in size: else the total is any.
+    exceeds `limit` in size: else the total is any.
 
     Args:
         total: float64 [d], changed in place.
         rows: float64 [k, d], or float32 with factors.
         step: a power of two.
-        most: 2^51 steps at most.
+        limit: 2^51 steps at most.
         factors: float64 [k].
         noise: float64 [k, d].
     """
-    compiled = library()
+    kernels = library()
     doubles = [array for array in (total, factors, noise) if array is not None]
     exact = rows.dtype == (np.float64 if factors is None else np.float32)
     exact = exact and all(array.dtype == np.float64 for array in doubles)
     contiguous = all(array.flags.c_contiguous for array in (rows, *doubles))
-    if compiled is None or not (exact and contiguous):
-        return _added(total, rows, step, most, factors, noise)
-    limits = float(step), float(most)
-    return bool(_call(compiled.raydpfl_add, *rows.shape, rows, factors, noise, *limits, total))
+    if kernels is None or not (exact and contiguous):
+        return _add_in_numpy(total, rows, step, limit, factors, noise)
+    limits = float(step), float(limit)
+    return bool(_call(kernels.raydpfl_add, *rows.shape, rows, factors, noise, *limits, total))
 
 
-def _added(
+def _add_in_numpy(
     total: np.ndarray,
     rows: np.ndarray,
     step: float,
-    most: float,
+    limit: float,
     factors: np.ndarray | None,
     noise: np.ndarray | None,
 ) -> bool:
     """As `add`, in numpy."""
     for i, row in enumerate(rows):
-        sent = row.astype(np.float64)
+        contribution = row.astype(np.float64)
         if factors is not None:
-            sent *= factors[i]
+            contribution *= factors[i]
         if noise is not None:
-            sent += noise[i]
-        if not np.abs(sent).max(initial=0.0) <= most:
+            contribution += noise[i]
+        if not np.abs(contribution).max(initial=0.0) <= limit:
             return False
-        total += np.rint(sent / step) * step
+        total += np.rint(contribution / step) * step
     return True
 
 
@@ -225,21 +225,21 @@ def normals(names: np.ndarray, stds: np.ndarray, out: np.ndarray) -> bool:
         stds: float32 [C].
         out: float32 [C, 2 w]: w cosines, then w sines.
     """
-    compiled = library()
-    if compiled is None:
+    kernels = library()
+    if kernels is None:
         return False
     rows, numbers = out.shape
-    _call(compiled.raydpfl_normals, rows, numbers // 2, names, stds, out)
+    _call(kernels.raydpfl_normals, rows, numbers // 2, names, stds, out)
     return True
 
 
 def read(
     file: int,
-    at: np.ndarray,
+    offsets: np.ndarray,
     lengths: np.ndarray,
     into: np.ndarray,
     places: np.ndarray,
-    most: int = 1 << 30,
+    max_bytes: int = 1 << 30,
 ) -> bool:
     """Reads stretches of a file, those in memory first, while the system fetches the others; False
     where nothing is compiled. Raises EOFError where the file ends before, OSError where it cannot
@@ -247,29 +247,29 @@ def read(
 
     Args:
         file: its descriptor.
-        at, lengths: where each begins in the file, and its length, in bytes, int64 [k].
+        offsets, lengths: where each begins in the file, and its length, in bytes, int64 [k].
         into: uint8 [n].
         places: where each goes in `into`, int64 [k].
-        most: bytes that are read at once, at most.
+        max_bytes: bytes that are read at once, at most.
     """
-    compiled = library()
-    if compiled is None:
+    kernels = library()
+    if kernels is None:
         return False
-    done = np.zeros(len(at), np.int64)
-    starts, counts, targets = _whole(at, lengths, places)
+    bytes_read = np.zeros(len(offsets), np.int64)
+    starts, counts, targets = _contiguous_int64(offsets, lengths, places)
     assert (places >= 0).all() and (places + lengths <= into.size).all()
-    arrays = (starts, counts, into, targets, most, done)
-    failed = errno.EINTR
-    while failed == errno.EINTR:  # here Python handles the signal
-        failed = _call(compiled.raydpfl_read, ctypes.c_int(file), len(done), *arrays)
-    if failed < 0:
+    arrays = (starts, counts, into, targets, max_bytes, bytes_read)
+    error_code = errno.EINTR
+    while error_code == errno.EINTR:  # here Python handles the signal
+        error_code = _call(kernels.raydpfl_read, ctypes.c_int(file), len(bytes_read), *arrays)
+    if error_code < 0:
         raise EOFError
-    if failed:
-        raise OSError(failed, os.strerror(failed))
+    if error_code:
+        raise OSError(error_code, os.strerror(error_code))
     return True
 
 
-def shuffled(
+def shuffle_rows(
     key: tuple[int, int, int],
     clients: np.ndarray,
     draws: np.ndarray,
@@ -293,18 +293,18 @@ def shuffled(
         batches: int64 [k], how many of its rows are in a batch, B at most.
         index: int64 [C, Q, B]; batches that a client does not have hold its first rows.
     """
-    compiled = library()
-    if compiled is None or sizes.max() > RANKED:
+    kernels = library()
+    if kernels is None or sizes.max() > RANKED:
         return False
     rows, width = index.shape[1:]
-    most = int(steps.max())
-    assert most <= rows and (batches <= np.minimum(sizes, width)).all()
+    max_steps = int(steps.max())
+    assert max_steps <= rows and (batches <= np.minimum(sizes, width)).all()
     assert (places < len(index)).all() and index.flags.c_contiguous
-    arrays = _whole(clients, draws, steps, sizes, places, batches)
+    arrays = _contiguous_int64(clients, draws, steps, sizes, places, batches)
     seeds = map(ctypes.c_uint64, key)
-    _call(compiled.raydpfl_shuffled, len(steps), *seeds, *arrays, most, rows, width, index)
+    _call(kernels.raydpfl_shuffled, len(steps), *seeds, *arrays, max_steps, rows, width, index)
     return True
 
 
-def _whole(*arrays: np.ndarray) -> list[np.ndarray]:
+def _contiguous_int64(*arrays: np.ndarray) -> list[np.ndarray]:
     return [np.ascontiguousarray(array, np.int64) for array in arrays]

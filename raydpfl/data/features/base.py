@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from raydpfl.config.registry import Member
-from raydpfl.storage.cache import put, whole
+from raydpfl.storage.cache import is_intact, put
 from raydpfl.storage.files import cache_root
 
 Rows = tuple[np.ndarray, np.ndarray]  # training and test rows
@@ -35,33 +35,33 @@ class Features(Member):
         raise NotImplementedError
 
     def columns_without(
-        self, x: np.ndarray, test_x: np.ndarray, held: np.ndarray, root: Path | None
+        self, x: np.ndarray, test_x: np.ndarray, held_out_rows: np.ndarray, root: Path | None
     ) -> Rows:
-        """As `columns`, but the training rows `held`, int64, are given with the test rows, so that
-        nothing is learnt from them.
+        """As `columns`, but the training rows `held_out_rows`, int64, are given with the test rows,
+        so that nothing is learnt from them.
         """
         if not self.learns:
             return self.columns(x, test_x, root)
-        trained = np.ones(len(x), bool)
-        trained[held] = False
-        others = np.concatenate([x[~trained], test_x])
-        columns, other_columns = self.columns(x[trained], others, root)
+        training_mask = np.ones(len(x), bool)
+        training_mask[held_out_rows] = False
+        remaining_rows = np.concatenate([x[~training_mask], test_x])
+        columns, remaining_columns = self.columns(x[training_mask], remaining_rows, root)
         rows = np.empty((len(x), *columns.shape[1:]), columns.dtype)
-        rows[trained] = columns
+        rows[training_mask] = columns
         count = len(x) - len(columns)
-        rows[~trained] = other_columns[:count]
-        return rows, other_columns[count:]
+        rows[~training_mask] = remaining_columns[:count]
+        return rows, remaining_columns[count:]
 
 
-def kept(
-    about: Sequence[Any], images: np.ndarray, extract: Callable[[np.ndarray], np.ndarray]
+def cached_columns(
+    dependencies: Sequence[Any], images: np.ndarray, extract: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray:
     """What `extract` makes of images or rows, uint8 or float32 [rows, ...], from the cache where it
-    is there. `about`: what else it depends on, in types whose `repr` says all of it.
+    is there. `dependencies`: what else it depends on, in types whose `repr` says all of it.
     """
     pixels = hashlib.sha256(np.ascontiguousarray(images).data).hexdigest()
-    name = hashlib.sha256(repr([*about, images.shape, pixels]).encode()).hexdigest()
+    name = hashlib.sha256(repr([*dependencies, images.shape, pixels]).encode()).hexdigest()
     folder = cache_root() / "features" / name
-    if not whole(folder):
+    if not is_intact(folder):
         put(folder, lambda scratch: np.save(scratch / "columns.npy", extract(images)))
     return np.load(folder / "columns.npy")

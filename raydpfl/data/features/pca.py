@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from raydpfl.data.features.base import Features, Rows, kept
+from raydpfl.data.features.base import Features, Rows, cached_columns
 from raydpfl.errors import ConfigError, one_line
 from raydpfl.storage.files import file_identity, find_file
 
@@ -19,7 +19,7 @@ class Pca(Features):
     `principal_components` gives them and scikit-learn's PCA names them.
     """
 
-    named: ClassVar[frozenset[str]] = frozenset({"file"})
+    file_fields: ClassVar[frozenset[str]] = frozenset({"file"})
 
     kind: str = "pca"
     components: int = Field(default=60, ge=1, description="that are taken, the first ones")
@@ -27,8 +27,8 @@ class Pca(Features):
 
     @property
     def exclusions(self) -> tuple[str, ...]:
-        learnt = "the principal components are computed from the training data without noise"
-        return () if self.file else (learnt,)
+        exclusion = "the principal components are computed from the training data without noise"
+        return () if self.file else (exclusion,)
 
     def identity(self, root: Path | None) -> list:
         return [file_identity("data.features.file", self.file, root)] if self.file else []
@@ -38,22 +38,23 @@ class Pca(Features):
         if self.components > p:
             expected = f"at most the {p} numbers of a sample"
             raise ConfigError("data.features.components", self.components, expected)
-        mean, axes = self._public(p, root) if self.file else self._learned(x)
+        mean, axes = self._read_components(p, root) if self.file else self._compute_components(x)
         empty = np.zeros((0, self.components))
-        projected, test_projected = (
-            np.concatenate([empty, *(part @ axes.T for part in _centred(rows, mean))])
+        projection, test_projection = (
+            np.concatenate([empty, *(part @ axes.T for part in _centred_rows(rows, mean))])
             for rows in (x, test_x)
         )
-        return projected.astype(np.float32), test_projected.astype(np.float32)
+        return projection.astype(np.float32), test_projection.astype(np.float32)
 
-    def _learned(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _compute_components(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         def learn(rows: np.ndarray) -> np.ndarray:
             return np.vstack(principal_components(rows, self.components))
 
-        components = kept(["principal components", self.components, str(x.dtype)], x, learn)
+        settings = ["principal components", self.components, str(x.dtype)]
+        components = cached_columns(settings, x, learn)
         return components[0], components[1:]
 
-    def _public(self, p: int, root: Path | None) -> tuple[np.ndarray, np.ndarray]:
+    def _read_components(self, p: int, root: Path | None) -> tuple[np.ndarray, np.ndarray]:
         field = "data.features.file"
         components = f"components [{self.components} or more, {p}]"
         expected = f"an NPZ file with mean [{p}] and {components}, finite numbers"
@@ -77,7 +78,7 @@ def principal_components(x: np.ndarray, components: int) -> tuple[np.ndarray, np
     scaled to [0, 1]. `np.savez("public.npz", mean=mean, components=axes)` writes a `Pca.file`.
     """
     mean = x.reshape(len(x), -1).mean(0, dtype=np.float64) / _levels(x)
-    covariance = sum((part.T @ part).astype(np.float64) for part in _centred(x, mean))
+    covariance = sum((part.T @ part).astype(np.float64) for part in _centred_rows(x, mean))
     axes = np.linalg.eigh(covariance)[1][:, ::-1][:, :components]
     # eigenvectors have no sign of their own
     axes *= np.sign(axes[np.abs(axes).argmax(0), np.arange(components)])
@@ -88,8 +89,8 @@ def _levels(x: np.ndarray) -> float:
     return 255.0 if x.dtype == np.uint8 else 1.0
 
 
-def _centred(x: np.ndarray, mean: np.ndarray) -> Iterator[np.ndarray]:
+def _centred_rows(x: np.ndarray, mean: np.ndarray) -> Iterator[np.ndarray]:
     """The rows less `mean` [p], float32 [<= 4096, p] at a time."""
     flat = x.reshape(len(x), -1)
-    for at in range(0, len(flat), 4096):
-        yield (flat[at : at + 4096] / _levels(x) - mean).astype(np.float32)
+    for start in range(0, len(flat), 4096):
+        yield (flat[start : start + 4096] / _levels(x) - mean).astype(np.float32)

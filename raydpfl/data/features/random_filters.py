@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.data.features.base import Features, Rows, kept
+from raydpfl.data.features.base import Features, Rows, cached_columns
 from raydpfl.errors import ConfigError
 
 IMAGES = 256  # that are filtered at once
@@ -41,31 +41,32 @@ class RandomFilters(Features):
         if self.size + self.pool - 1 > smallest:
             expected = f"at most {smallest - self.pool + 1}, for images of {x.shape[2:]}"
             raise ConfigError("data.features.size", self.size, expected)
-        about = [self.model_dump(mode="json")]
-        return kept(about, x, self._filtered), kept(about, test_x, self._filtered)
+        settings = [self.model_dump(mode="json")]
+        extract = self._filter_responses
+        return cached_columns(settings, x, extract), cached_columns(settings, test_x, extract)
 
     def _weights(self, channels: int) -> np.ndarray:
         """Filters of mean 0 and norm 1, float32 [filters, channels, size, size]."""
         generator = stream(self.seed, Purpose.DATA)
-        drawn = generator.standard_normal((self.filters, channels * self.size**2))
-        drawn -= drawn.mean(1, keepdims=True)
-        drawn /= np.linalg.norm(drawn, axis=1, keepdims=True)
-        return drawn.reshape(-1, channels, self.size, self.size).astype(np.float32)
+        filters = generator.standard_normal((self.filters, channels * self.size**2))
+        filters -= filters.mean(1, keepdims=True)
+        filters /= np.linalg.norm(filters, axis=1, keepdims=True)
+        return filters.reshape(-1, channels, self.size, self.size).astype(np.float32)
 
-    def _filtered(self, images: np.ndarray) -> np.ndarray:
+    def _filter_responses(self, images: np.ndarray) -> np.ndarray:
         """Float32 [rows, 2 filters pool^2]."""
         import torch
         from torch.nn import functional
 
         weights = torch.from_numpy(self._weights(images.shape[1]))
         columns = np.empty((len(images), 2 * self.filters * self.pool**2), np.float32)
-        for at in range(0, len(images), IMAGES):
-            pixels = torch.from_numpy(images[at : at + IMAGES]).float() / 255
+        for start in range(0, len(images), IMAGES):
+            pixels = torch.from_numpy(images[start : start + IMAGES]).float() / 255
             mean = functional.avg_pool2d(pixels.mean(1, keepdim=True), self.size, 1)
             square = functional.avg_pool2d((pixels**2).mean(1, keepdim=True), self.size, 1)
             spread = (square - mean**2).clamp_min(0).sqrt() + CONTRAST
             agreement = functional.conv2d(pixels, weights) / spread
             parts = torch.cat([agreement.relu(), (-agreement).relu()], 1)
-            pooled = functional.adaptive_avg_pool2d(parts, self.pool)
-            columns[at : at + IMAGES] = pooled.flatten(1).numpy()
+            averages = functional.adaptive_avg_pool2d(parts, self.pool)
+            columns[start : start + IMAGES] = averages.flatten(1).numpy()
         return columns

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import Field, model_validator
 
-from raydpfl.data.features.base import Features, Rows, kept
+from raydpfl.data.features.base import Features, Rows, cached_columns
 from raydpfl.errors import ConfigError, one_line
-from raydpfl.storage.files import STILL, digest, file_identity, find_file, impatient
+from raydpfl.storage.files import STILL, digest, file_identity, find_file, network_timeout
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +30,7 @@ class ResNet18Features(Features):
     and images, and by the GPU where one extracts it.
     """
 
-    named: ClassVar[frozenset[str]] = frozenset({"weights"})
+    file_fields: ClassVar[frozenset[str]] = frozenset({"weights"})
     learns: ClassVar[bool] = False
 
     kind: str = "resnet18"
@@ -39,7 +39,7 @@ class ResNet18Features(Features):
     crop: int = Field(default=224, ge=32, description="pixels, high and wide, of the middle cut")
 
     @model_validator(mode="after")
-    def _fits(self) -> ResNet18Features:
+    def _check_crop(self) -> ResNet18Features:
         if self.crop > self.resize:
             expected = f"at most data.features.resize, {self.resize}"
             raise ConfigError("data.features.crop", self.crop, expected)
@@ -55,7 +55,7 @@ class ResNet18Features(Features):
         gpu = device.facts(1)  # other bits than a CPU's
         facts = [gpu] if gpu else []
         if self.weights == "imagenet":
-            return [_pretrained().url, *facts]
+            return [_imagenet_weights().url, *facts]
         return [file_identity("data.features.weights", self.weights, root), *facts]
 
     def columns(self, x: np.ndarray, test_x: np.ndarray, root: Path | None) -> Rows:
@@ -70,8 +70,8 @@ class ResNet18Features(Features):
                 raise ConfigError("data.features.weights", self.weights, STILL)
             return columns
 
-        about = [*weights, self.resize, self.crop]
-        return kept(about, x, extract), kept(about, test_x, extract)
+        settings = [*weights, self.resize, self.crop]
+        return cached_columns(settings, x, extract), cached_columns(settings, test_x, extract)
 
     def _net(self, root: Path | None) -> nn.Module:
         """torchvision's resnet18 with these weights, and nothing for its last layer."""
@@ -86,8 +86,8 @@ class ResNet18Features(Features):
             layers = {name: value for name, value in state.items() if not name.startswith("fc.")}
             net.load_state_dict(layers, assign=True)
         except OSError as error:  # no network, or no room
-            missing = f"put in {_published().parent} or named here; it was not downloaded ({error})"
-            expected = f"a file with these weights: {_pretrained().url}, {missing}"
+            hint = f"put in {_weights_path().parent} or named here; it was not downloaded ({error})"
+            expected = f"a file with these weights: {_imagenet_weights().url}, {hint}"
             raise ConfigError("data.features.weights", self.weights, expected) from None
         except ConfigError:
             raise
@@ -102,14 +102,14 @@ class ResNet18Features(Features):
         if self.weights != "imagenet":
             file = find_file("data.features.weights", self.weights, root)
             return torch.load(file, map_location="cpu", weights_only=True)
-        path = _published()
+        path = _weights_path()
         # resnet18-f37072fd.pth, by the start of its SHA-256: of a file that is there torchvision
         # does not check it
         if path.exists() and not digest(path).startswith(path.stem.rpartition("-")[2]):
             expected = f"{path} as it was published; remove it, so that it is downloaded again"
             raise ConfigError("data.features.weights", "imagenet", expected)
-        with impatient():
-            return _pretrained().get_state_dict(progress=False, check_hash=True)
+        with network_timeout():
+            return _imagenet_weights().get_state_dict(progress=False, check_hash=True)
 
     def _extract(self, images: np.ndarray, root: Path | None) -> np.ndarray:
         """Float32 [rows, 512], on a GPU if there is one (in full float32 there too)."""
@@ -119,26 +119,26 @@ class ResNet18Features(Features):
 
         place = device.chosen(int(torch.cuda.is_available()))
         net = self._net(root).to(place).to(memory_format=torch.channels_last)
-        ready = _pretrained().transforms(resize_size=self.resize, crop_size=self.crop)
+        transform = _imagenet_weights().transforms(resize_size=self.resize, crop_size=self.crop)
         columns = np.empty((len(images), 512), np.float32)
-        with torch.inference_mode(), device.restored():
+        with torch.inference_mode(), device.preserve_settings():
             device.settle(place, 1)
-            for at in range(0, len(images), IMAGES):
-                batch = torch.from_numpy(images[at : at + IMAGES]).to(place)
-                colour = ready(batch.expand(-1, 3, -1, -1))
+            for start in range(0, len(images), IMAGES):
+                batch = torch.from_numpy(images[start : start + IMAGES]).to(place)
+                colour = transform(batch.expand(-1, 3, -1, -1))
                 outputs = net(colour.contiguous(memory_format=torch.channels_last))
-                columns[at : at + IMAGES] = outputs.cpu().numpy()
+                columns[start : start + IMAGES] = outputs.cpu().numpy()
         return columns
 
 
-def _pretrained() -> WeightsEnum:
+def _imagenet_weights() -> WeightsEnum:
     from torchvision.models import ResNet18_Weights
 
     return ResNet18_Weights.IMAGENET1K_V1
 
 
-def _published() -> Path:
+def _weights_path() -> Path:
     """Where torchvision keeps ImageNet's weights."""
     import torch
 
-    return Path(torch.hub.get_dir()) / "checkpoints" / _pretrained().url.rpartition("/")[2]
+    return Path(torch.hub.get_dir()) / "checkpoints" / _imagenet_weights().url.rpartition("/")[2]

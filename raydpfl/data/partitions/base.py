@@ -10,11 +10,11 @@ from raydpfl.errors import ConfigError
 
 
 class Partition(Member):
-    """Base of the family; `sized` says whether it follows `data.sizes`, `by` which column it deals
-    by: row, none but their number.
+    """Base of the family. `follows_sizes`: whether it follows `data.sizes`; `by`: the column that
+    it deals by (row: none, only the number of rows).
     """
 
-    sized: ClassVar[bool] = True
+    follows_sizes: ClassVar[bool] = True
     by: ClassVar[Literal["label", "client", "row"]] = "label"
 
     def assign(
@@ -35,9 +35,9 @@ class Partition(Member):
 
     def check_sizes(self, sizes: Sizes) -> None:
         """Raises `ConfigError` for sizes that it would not follow."""
-        if not self.sized and not sizes.even():
-            decides = f"partition {self.kind}, which itself decides the sizes"
-            raise ConfigError("data.sizes.kind", sizes.kind, f"balanced with {decides}")
+        if not self.follows_sizes and not sizes.even():
+            reason = f"partition {self.kind}, which itself decides the sizes"
+            raise ConfigError("data.sizes.kind", sizes.kind, f"balanced with {reason}")
 
     def partition(
         self,

@@ -36,13 +36,12 @@ class Similarity(Partition):
     ) -> tuple[np.ndarray, np.ndarray]:
         counts = sizes.counts(len(labels), clients, generator)
         ends = np.round(np.cumsum(counts) * (self.s / 100)).astype(np.int64)
-        drawn = np.diff(ends, prepend=0)
+        iid_counts = np.diff(ends, prepend=0)
         rows = generator.permutation(len(labels))
         rest = rows[ends[-1] :]
         rest = rest[np.argsort(labels[rest], kind="stable")]
         # which client takes which stretch, so that a client's number does not tell its class
         turn = generator.permutation(clients)
-        owner = np.concatenate(
-            [np.repeat(np.arange(clients), drawn), np.repeat(turn, (counts - drawn)[turn])]
-        )
+        lengths = np.concatenate([iid_counts, (counts - iid_counts)[turn]])
+        owner = np.repeat(np.concatenate([np.arange(clients), turn]), lengths)
         return np.concatenate([rows[: ends[-1]], rest])[np.argsort(owner, kind="stable")], counts

@@ -54,8 +54,8 @@ class Dirichlet(LabelMixture):
     def table(
         self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: np.random.Generator
     ) -> np.ndarray:
-        drawn = generator.dirichlet(np.full(len(supply), self.psi), len(counts))
-        table = fit(np.maximum(drawn, 1e-9), counts, supply)
+        mixture = generator.dirichlet(np.full(len(supply), self.psi), len(counts))
+        table = fit(np.maximum(mixture, 1e-9), counts, supply)
         assert table is not None  # a mixture that is positive everywhere has a solution
         return table
 
@@ -73,12 +73,12 @@ class DominantLabels(LabelMixture):
     def table(
         self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: np.random.Generator
     ) -> np.ndarray:
-        others = len(supply) - self.classes
-        if others < 1:
+        other_classes = len(supply) - self.classes
+        if other_classes < 1:
             expected = f"fewer than the {len(supply)} classes of the data"
             raise ConfigError("data.partition.classes", self.classes, expected)
-        dominant = choose_classes(len(counts), self.classes, supply, generator, least=0)
-        mixture = np.where(dominant, self.share / self.classes, (1 - self.share) / others)
+        dominant = choose_classes(len(counts), self.classes, supply, generator, min_clients=0)
+        mixture = np.where(dominant, self.share / self.classes, (1 - self.share) / other_classes)
         table = fit(mixture, counts, supply)
         if table is None:
             expected = "below 1: these dominant classes alone cannot hold every sample"
@@ -96,102 +96,102 @@ class ClassesPerClient(LabelMixture):
         self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: np.random.Generator
     ) -> np.ndarray:
         classes = len(supply)
-        least = -(-classes // len(counts))
-        for wrong, expected in (
+        min_k = -(-classes // len(counts))
+        for is_invalid, expected in (
             (self.k > classes, f"at most the {classes} classes of the data"),
             (self.k > counts.min(), f"at most {counts.min()}, the samples of the smallest client"),
-            (self.k < least, f"at least {least}, so that clients can hold all {classes} classes"),
+            (self.k < min_k, f"at least {min_k}, so that clients can hold all {classes} classes"),
         ):
-            if wrong:
+            if is_invalid:
                 raise ConfigError("data.partition.k", self.k, expected)
-        held = choose_classes(len(counts), self.k, supply, generator, least=1)
+        class_mask = choose_classes(len(counts), self.k, supply, generator, min_clients=1)
         table = None
-        if (supply >= held.sum(0)).all():
-            table = fit(held.astype(float), counts - self.k, supply - held.sum(0))
+        if (supply >= class_mask.sum(0)).all():
+            table = fit(class_mask.astype(float), counts - self.k, supply - class_mask.sum(0))
         if table is None:
             expected = f"a k for which {sizes} sizes leave no sample over (a larger one is easier)"
             raise ConfigError("data.partition.k", self.k, expected)
-        return table + held
+        return table + class_mask
 
 
 def choose_classes(
-    clients: int, k: int, supply: np.ndarray, generator: np.random.Generator, least: int
+    clients: int, k: int, supply: np.ndarray, generator: np.random.Generator, min_clients: int
 ) -> np.ndarray:
     """Bool [clients, classes], `k` true in each row, each class true for clients in proportion to
-    its supply, and for `least` at least.
+    its supply, and for `min_clients` at least.
     """
     classes = len(supply)
-    left = least + apportion(
-        clients * k - classes * least, supply * 1.0, np.full(classes, clients - least)
+    counts = min_clients + apportion(
+        clients * k - classes * min_clients, supply * 1.0, np.full(classes, clients - min_clients)
     )
-    chosen = np.zeros((clients, classes), bool)
+    mask = np.zeros((clients, classes), bool)
     for row in range(clients):
         # A class wanted by as many clients as are left must be taken; so no row ever runs short of
         # classes.
-        must = np.flatnonzero(left == clients - row)
-        weights = np.where(left == clients - row, 0, left)
-        chosen[row, must] = True
-        if len(must) < k:
+        forced_classes = np.flatnonzero(counts == clients - row)
+        weights = np.where(counts == clients - row, 0, counts)
+        mask[row, forced_classes] = True
+        if len(forced_classes) < k:
             p = weights / weights.sum()
-            chosen[row, generator.choice(classes, k - len(must), replace=False, p=p)] = True
-        left -= chosen[row]
-    return chosen[generator.permutation(clients)]
+            mask[row, generator.choice(classes, k - len(forced_classes), replace=False, p=p)] = True
+        counts -= mask[row]
+    return mask[generator.permutation(clients)]
 
 
 def fit(mixture: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray | None:
     """Whole counts [clients, classes] with these row and column sums, 0 where `mixture` is; None if
     there are none. Where proportional fitting converges, each is within 1 of the fitted number.
     """
-    real = _fitted(mixture, rows, columns)
-    whole = np.floor(real).astype(np.int64)
-    short = rows - whole.sum(1)
-    spare = columns - whole.sum(0)
+    table = _fit_margins(mixture, rows, columns)
+    floors = np.floor(table).astype(np.int64)
+    deficits = rows - floors.sum(1)
+    surplus = columns - floors.sum(0)
     # What rounding down left over goes to a row's largest fractions, as few of them beyond its
     # largest remainders as will do.
-    rank = np.argsort(np.argsort(whole - real - (mixture > 0), axis=1, kind="stable"), axis=1)
+    rank = np.argsort(np.argsort(floors - table - (mixture > 0), axis=1, kind="stable"), axis=1)
     classes = len(columns)
-    widening = [(1 << power, 1) for power in range(1 + classes.bit_length())]
-    for extra, most in (*widening, (classes, int(short.sum()))):
-        allowed = (mixture > 0) & (rank < (short + extra)[:, None])
-        added = _flow(allowed, most, short, spare)
-        if added is not None:
-            return whole + added
+    relaxations = [(1 << power, 1) for power in range(1 + classes.bit_length())]
+    for extra_ranks, max_increment in (*relaxations, (classes, int(deficits.sum()))):
+        allowed_mask = (mixture > 0) & (rank < (deficits + extra_ranks)[:, None])
+        increments = _flow(allowed_mask, max_increment, deficits, surplus)
+        if increments is not None:
+            return floors + increments
     return None
 
 
-def _fitted(mixture: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+def _fit_margins(mixture: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """`mixture` fitted to these row and column sums, none of which it exceeds, in float64."""
-    real = mixture.astype(np.float64)
+    table = mixture.astype(np.float64)
     for _ in range(1000):
-        sums = real.sum(0)
-        real *= np.divide(columns, sums, out=np.zeros(len(columns)), where=sums > 0)
-        sums = real.sum(1)
-        real *= np.divide(rows, sums, out=np.zeros(len(rows)), where=sums > 0)[:, None]
-        if np.abs(real.sum(0) - columns).max() < 1e-6:
+        sums = table.sum(0)
+        table *= np.divide(columns, sums, out=np.zeros(len(columns)), where=sums > 0)
+        sums = table.sum(1)
+        table *= np.divide(rows, sums, out=np.zeros(len(rows)), where=sums > 0)[:, None]
+        if np.abs(table.sum(0) - columns).max() < 1e-6:
             break
-    sums = real.sum(0)
-    real *= min(1.0, np.divide(columns, sums, out=np.ones(len(columns)), where=sums > 0).min())
-    return real
+    sums = table.sum(0)
+    table *= min(1.0, np.divide(columns, sums, out=np.ones(len(columns)), where=sums > 0).min())
+    return table
 
 
 def _flow(
-    allowed: np.ndarray, most: int, short: np.ndarray, spare: np.ndarray
+    allowed_mask: np.ndarray, max_count: int, deficits: np.ndarray, surplus: np.ndarray
 ) -> np.ndarray | None:
-    """Whole counts [clients, classes] of at most `most`, where `allowed`, that sum to `short` by
-    client and stay below `spare` by class; None if there are none.
+    """Whole counts [clients, classes] of at most `max_count`, and 0 where not `allowed_mask`, that
+    sum to `deficits` by client and to `surplus` at most by class; None if there are none.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import maximum_flow
 
-    clients, classes = allowed.shape
+    clients, classes = allowed_mask.shape
     source = clients + classes
-    row, column = np.nonzero(allowed)
+    row, column = np.nonzero(allowed_mask)
     tails = np.concatenate([row, np.full(clients, source), clients + np.arange(classes)])
     heads = np.concatenate([clients + column, np.arange(clients), np.full(classes, source + 1)])
-    capacity = np.concatenate([np.full(len(row), most), short, spare]).astype(np.int32)
+    capacity = np.concatenate([np.full(len(row), max_count), deficits, surplus]).astype(np.int32)
     ends = (tails.astype(np.int32), heads.astype(np.int32))
     graph = coo_array((capacity, ends), shape=(source + 2, source + 2)).tocsr()
     flow = maximum_flow(graph, source, source + 1)
-    if flow.flow_value != short.sum():
+    if flow.flow_value != deficits.sum():
         return None
     return flow.flow[:clients, clients:source].toarray()

@@ -15,15 +15,15 @@ from raydpfl.errors import ConfigError
 class Natural(Partition):
     """By the column that `data.client` names, clients in the order of its sorted values."""
 
-    sized: ClassVar[bool] = False
+    follows_sizes: ClassVar[bool] = False
     by: ClassVar[Literal["label", "client", "row"]] = "client"
-    newer: ClassVar[frozenset[str]] = frozenset({"least", "most"})
+    added_fields: ClassVar[frozenset[str]] = frozenset({"least", "most"})
     kind: str = "natural"
     least: int = Field(default=1, ge=1, description="rows; clients with fewer are left out")
     most: int | None = Field(default=None, ge=1, description="rows of a client, drawn; None: all")
 
     @model_validator(mode="after")
-    def _ordered(self) -> Natural:
+    def _check_bounds(self) -> Natural:
         if self.most is not None and self.most < self.least:
             expected = f"at least data.partition.least = {self.least}, or none"
             raise ConfigError("data.partition.most", self.most, expected)
@@ -34,14 +34,14 @@ class Natural(Partition):
     ) -> tuple[np.ndarray, np.ndarray]:
         order = np.argsort(labels, kind="stable")
         counts = np.bincount(labels, minlength=clients)
-        wanted = counts >= self.least
-        if not wanted.any():
+        client_mask = counts >= self.least
+        if not client_mask.any():
             expected = f"at most {counts.max()}, the rows of the largest client"
             raise ConfigError("data.partition.least", self.least, expected)
         if self.most is not None:  # of clients with too many rows those with the lowest keys
             owner = np.repeat(np.arange(len(counts)), counts)
-            drawn = np.lexsort((generator.random(len(order)), owner))
+            random_order = np.lexsort((generator.random(len(order)), owner))
             rank = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-            order = order[np.sort(drawn[rank < self.most])]
+            order = order[np.sort(random_order[rank < self.most])]
             counts = np.minimum(counts, self.most)
-        return order[np.repeat(wanted, counts)], counts[wanted]
+        return order[np.repeat(client_mask, counts)], counts[client_mask]

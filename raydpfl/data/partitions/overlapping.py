@@ -19,8 +19,8 @@ class Overlapping(Partition):
     evenly from dominant classes, drawn for each client, and evenly from all others.
     """
 
-    newer: ClassVar[frozenset[str]] = frozenset({"classes", "share"})
-    sized: ClassVar[bool] = False
+    added_fields: ClassVar[frozenset[str]] = frozenset({"classes", "share"})
+    follows_sizes: ClassVar[bool] = False
     kind: str = "overlapping"
     per_client: int = Field(ge=1, description="samples that a client draws")
     classes: int | None = Field(default=None, ge=1, description="dominant; None: all alike")
@@ -33,7 +33,7 @@ class Overlapping(Partition):
     )
 
     @model_validator(mode="after")
-    def _both(self) -> Overlapping:
+    def _check_dominant(self) -> Overlapping:
         if (self.classes is None) != (self.share is None):
             missing = "share" if self.share is None else "classes"
             present = "classes" if missing == "share" else "share"
@@ -62,13 +62,13 @@ class Overlapping(Partition):
             raise ConfigError("data.partition.per_client", self.per_client, expected)
         draws = []
         for _ in range(clients):
-            wanted = counts
+            class_counts = counts
             if self.classes is not None:  # which classes are dominant is drawn
-                wanted = np.empty_like(counts)
-                wanted[generator.permutation(len(rows))] = counts
+                class_counts = np.empty_like(counts)
+                class_counts[generator.permutation(len(rows))] = counts
             draws += [
-                generator.choice(have, want, replace=False)
-                for want, have in zip(wanted, rows, strict=True)
+                generator.choice(class_rows, count, replace=False)
+                for count, class_rows in zip(class_counts, rows, strict=True)
             ]
         return np.concatenate(draws), np.full(clients, self.per_client)
 
@@ -77,6 +77,6 @@ class Overlapping(Partition):
         if self.classes is None or self.share is None:
             return apportion(self.per_client, np.ones(classes))
         dominant = round(self.share * self.per_client)
-        first = apportion(dominant, np.ones(self.classes))
-        rest = apportion(self.per_client - dominant, np.ones(classes - self.classes))
-        return np.concatenate([first, rest])
+        dominant_counts = apportion(dominant, np.ones(self.classes))
+        other_counts = apportion(self.per_client - dominant, np.ones(classes - self.classes))
+        return np.concatenate([dominant_counts, other_counts])

@@ -18,23 +18,23 @@ class LabelShards(Partition):
     no shard straddles two classes, and Fashion-MNIST for 3000 clients gives 15,000 of exactly 4.
     """
 
-    sized: ClassVar[bool] = False
+    follows_sizes: ClassVar[bool] = False
     kind: str = "shards"
     per_client: int = Field(default=5, ge=1, description="one-class shards of a client")
 
     def assign(
         self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        present, counts = np.unique(labels, return_counts=True)
+        classes, counts = np.unique(labels, return_counts=True)
         shards = clients * self.per_client
-        if not len(present) <= shards <= len(labels):
-            least = -(-len(present) // self.per_client)
-            most = len(labels) // self.per_client
-            expected = f"from {least} to {most} with {self.per_client} one-class shards each: "
-            expected += f"{len(labels)} samples of {len(present)} classes"
+        if not len(classes) <= shards <= len(labels):
+            minimum = -(-len(classes) // self.per_client)
+            maximum = len(labels) // self.per_client
+            expected = f"from {minimum} to {maximum} with {self.per_client} one-class shards"
+            expected += f" each: {len(labels)} samples of {len(classes)} classes"
             raise ConfigError("data.clients", clients, expected)
-        wanted = np.maximum(counts * (shards / counts.sum()) - 1, 1e-12)
-        quotas = 1 + apportion(shards - len(present), wanted, counts - 1)
+        weights = np.maximum(counts * (shards / counts.sum()) - 1, 1e-12)
+        quotas = 1 + apportion(shards - len(classes), weights, counts - 1)
         rows = generator.permutation(len(labels))
         rows = rows[np.argsort(labels[rows], kind="stable")]
         lengths = np.concatenate(

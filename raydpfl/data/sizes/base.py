@@ -24,5 +24,5 @@ class Sizes(Member):
             expected = f"at most the {total} training samples, so that each client has one"
             raise ConfigError("data.clients", clients, expected)
         weights = self.weights(clients, generator)
-        wanted = np.maximum(weights * (total / weights.sum()) - 1, 1e-12)
-        return 1 + apportion(total - clients, wanted)
+        shares = np.maximum(weights * (total / weights.sum()) - 1, 1e-12)
+        return 1 + apportion(total - clients, shares)

@@ -24,7 +24,7 @@ from raydpfl.models.tasks import Classification, Target, Task
 from raydpfl.models.tasks import parse as parse_task
 
 LARGEST = 3 << 26  # numbers of a sample at most: a colour image of 67 million pixels
-SHARED = (
+SHARED_NOTE = (
     "a sample that several clients hold: it is in the rows of each, and what is protected is the "
     "rows of one client"
 )
@@ -116,7 +116,7 @@ class Samples:
 class Data(Member):
     """Base of the family; a user's own source derives from it, or from `InMemoryData`."""
 
-    newer: ClassVar[frozenset[str]] = frozenset({"task", "seed"})
+    added_fields: ClassVar[frozenset[str]] = frozenset({"task", "seed"})
     location: ClassVar[str] = "given by its class"  # see `located`
 
     clients: int | None = Field(
@@ -137,17 +137,17 @@ class Data(Member):
     @classmethod
     def _task(cls, value: Any) -> Task:
         task = parse_task(value)
-        if not task.unread():
-            cls.gives(task)
+        if not task.is_placeholder():
+            cls.check_task(task)
         return task
 
     @classmethod
-    def gives(cls, task: Task) -> None:
+    def check_task(cls, task: Task) -> None:
         """Raises `ConfigError` for a task that takes other targets than the default one does."""
-        usual = cls.model_fields["task"].default
-        if task.takes != usual.takes:
-            expected = f"a task whose targets are those of the data ({usual.kind}, or a loss of "
-            raise ConfigError("data.task.kind", task.kind, f"{expected}your own with its base)")
+        default = cls.model_fields["task"].default
+        if task.takes != default.takes:
+            expected = f"a task whose targets are those of the data ({default.kind}, or a loss of"
+            raise ConfigError("data.task.kind", task.kind, f"{expected} your own with its base)")
 
     def split(self, seed: int, root: Path | None) -> Split:
         """The samples and who holds them; writes nothing. Raises `ConfigError`."""
@@ -167,7 +167,7 @@ class Data(Member):
 
     def facts(self) -> dict[str, Any]:
         """The config of the data in JSON types, without names of files (see `identity`)."""
-        return {name: value for name, value in self.meaning().items() if name not in self.named}
+        return {key: value for key, value in self.meaning().items() if key not in self.file_fields}
 
     def table(self, root: Path | None) -> Columns | None:
         """The columns of its training rows, where it is a table. Raises `ConfigError`."""
@@ -246,7 +246,7 @@ class InMemoryData(SizedData):
         return None if value is None else choose("data.features", value, FEATURES, Features)
 
     @model_validator(mode="after")
-    def _consistent(self) -> InMemoryData:
+    def _check_features(self) -> InMemoryData:
         self.partition.check_sizes(self.sizes)
         if self.features and self.constants() != ((), ()):
             constants = "constants to normalise pixels by (data.normalize, data.mean)"
@@ -267,7 +267,7 @@ class InMemoryData(SizedData):
     def facts(self) -> dict[str, Any]:
         facts = super().facts()
         if self.features:
-            for name in self.features.named:
+            for name in self.features.file_fields:
                 del facts["features"][name]
         return facts
 
@@ -280,7 +280,7 @@ class InMemoryData(SizedData):
     @property
     def exclusions(self) -> tuple[str, ...]:
         exclusions = self.features.exclusions if self.features else ()
-        return (*exclusions, SHARED) if self.overlaps() else exclusions
+        return (*exclusions, SHARED_NOTE) if self.overlaps() else exclusions
 
     def split(self, seed: int, root: Path | None) -> Split:
         samples = self.samples(seed, root)
@@ -291,42 +291,42 @@ class InMemoryData(SizedData):
             samples.y, samples.client, self.clients, self.sizes, stream(seed, Purpose.PARTITION)
         )
         if self.features is None:
-            return self._split(samples, order, sizes)
+            return self._build_split(samples, order, sizes)
         features = self.features
 
-        def of(columns: tuple[np.ndarray, np.ndarray]) -> Split:
-            made = replace(samples, x=columns[0], test_x=columns[1], tokens=0)
-            return self._split(made, order, sizes)
+        def assemble(columns: tuple[np.ndarray, np.ndarray]) -> Split:
+            feature_samples = replace(samples, x=columns[0], test_x=columns[1], tokens=0)
+            return self._build_split(feature_samples, order, sizes)
 
-        def without(held: np.ndarray) -> Split:
-            return of(features.columns_without(samples.x, samples.test_x, held, root))
+        def without(holdout: np.ndarray) -> Split:
+            return assemble(features.columns_without(samples.x, samples.test_x, holdout, root))
 
-        return replace(of(features.columns(samples.x, samples.test_x, root)), without=without)
+        return replace(assemble(features.columns(samples.x, samples.test_x, root)), without=without)
 
-    def _split(self, found: Samples, order: np.ndarray, sizes: np.ndarray) -> Split:
+    def _build_split(self, dataset: Samples, order: np.ndarray, sizes: np.ndarray) -> Split:
         """Samples by client: `order`, int64, client after client, of so many `sizes`."""
         ends = np.concatenate([[0], np.cumsum(sizes)])
 
         def samples(first: int, last: int) -> np.ndarray:
             return order[ends[first] : ends[last]]
 
-        def at(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            return found.x[chosen], found.y[chosen]
+        def at(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            return dataset.x[indices], dataset.y[indices]
 
         mean, std = self.constants()
-        target = found.known_target()
+        target = dataset.known_target()
         return Split(
             sizes=sizes,
-            shape=found.x.shape[1:],
+            shape=dataset.x.shape[1:],
             classes=target.classes,
             rows=lambda first, last: at(samples(first, last)),
-            test=lambda: (found.test_x, found.test_y),
+            test=lambda: (dataset.test_x, dataset.test_y),
             mean=mean,
             std=std,
-            unused=len(found.y) - len(np.unique(order)),
+            unused=len(dataset.y) - len(np.unique(order)),
             samples=samples,
             at=at if self.overlaps() else None,
-            tokens=found.known_tokens(),
+            tokens=dataset.known_tokens(),
             targets=target.shape,
             names=target.names,
         )

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 from pydantic import Field
 
-from raydpfl.data.columns import Columns, of_table, read_stream
+from raydpfl.data.columns import Columns, read_stream, table_columns
 from raydpfl.data.sources.table import Tabular
 from raydpfl.errors import ConfigError, one_line
 from raydpfl.storage.files import data_root, digest
@@ -22,7 +22,7 @@ class HuggingFaceData(Tabular):
     'raydpfl[hf]'). Of a folder with a single split, that is `train`.
     """
 
-    named: ClassVar[frozenset[str]] = Tabular.named | {"path"}
+    file_fields: ClassVar[frozenset[str]] = Tabular.file_fields | {"path"}
 
     kind: str = "hugging_face"
     location: ClassVar[str] = "your own folder, or its hub"
@@ -35,11 +35,11 @@ class HuggingFaceData(Tabular):
         folder = self.folder(root)
         splits = [name for name in (self.train, self.test) if name is not None]
         if folder is None:
-            return [[name, _loaded(self.path, name)._fingerprint] for name in splits]
+            return [[name, _load_split(self.path, name)._fingerprint] for name in splits]
         digests = {name: map(digest, self._files(folder, name)) for name in splits}
         return [
-            [name, hashlib.sha256("".join(found).encode()).hexdigest()]
-            for name, found in digests.items()
+            [name, hashlib.sha256("".join(file_digests).encode()).hexdigest()]
+            for name, file_digests in digests.items()
         ]
 
     def columns(self, part: str, root: Path | None) -> Columns | None:
@@ -49,10 +49,10 @@ class HuggingFaceData(Tabular):
         folder = self.folder(root)
         try:
             if folder is None:
-                table = _loaded(self.path, name).with_format("arrow")[:]
+                table = _load_split(self.path, name).with_format("arrow")[:]
             else:
                 table = pa.concat_tables(map(read_stream, self._files(folder, name)))
-            return of_table(table, f"{self.path} ({name})", part)
+            return table_columns(table, f"{self.path} ({name})", part)
         except ConfigError:
             raise
         except (pa.ArrowException, ValueError, OSError) as error:
@@ -66,22 +66,22 @@ class HuggingFaceData(Tabular):
 
     def _files(self, folder: Path, split: str) -> list[Path]:
         """The Arrow files of a split, in order. Raises `ConfigError`."""
-        inner = folder / split
-        of = inner if inner.is_dir() else folder
-        if of is folder and ((folder / "dataset_dict.json").exists() or split != self.train):
+        subfolder = folder / split
+        source = subfolder if subfolder.is_dir() else folder
+        if source is folder and ((folder / "dataset_dict.json").exists() or split != self.train):
             splits = ", ".join(sorted(path.parent.name for path in folder.glob("*/state.json")))
             field = "data.train" if split == self.train else "data.test"
             expected = f"a split of {folder.name}: {splits or 'it has one, data.train'}"
             raise ConfigError(field, split, expected)
         try:
-            state = json.loads((of / "state.json").read_text())
-            return [of / entry["filename"] for entry in state["_data_files"]]
+            state = json.loads((source / "state.json").read_text())
+            return [source / entry["filename"] for entry in state["_data_files"]]
         except (OSError, ValueError, LookupError, TypeError):
             expected = "a folder that save_to_disk of datasets wrote, or the name of a data set"
             raise ConfigError("data.path", self.path, expected) from None
 
 
-def _loaded(path: str, split: str) -> Any:
+def _load_split(path: str, split: str) -> Any:
     """A split of a data set by name. Raises `ConfigError`."""
     try:
         from datasets import load_dataset

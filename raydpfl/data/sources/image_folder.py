@@ -9,7 +9,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from raydpfl.data.columns import Columns
-from raydpfl.data.inputs import DEEP, FORMATS
+from raydpfl.data.inputs import FORMATS, HIGH_DEPTH_MODES
 from raydpfl.data.sources.table import Tabular
 from raydpfl.errors import ConfigError
 from raydpfl.storage.files import digest, find_file
@@ -23,8 +23,8 @@ class ImageFolder(Tabular):
     Images have one size, and all are grey or none is, unless `size` and `channels` make them so.
     """
 
-    named: ClassVar[frozenset[str]] = Tabular.named | {"train", "test"}
-    newer: ClassVar[frozenset[str]] = Tabular.newer | {"channels"}
+    file_fields: ClassVar[frozenset[str]] = Tabular.file_fields | {"train", "test"}
+    added_fields: ClassVar[frozenset[str]] = Tabular.added_fields | {"channels"}
 
     kind: str = "image_folder"
     location: ClassVar[str] = "your own folder"
@@ -55,7 +55,7 @@ class ImageFolder(Tabular):
         folder, paths = self._images(part, root)
         places = [path.relative_to(folder).parts for path in paths]
         columns = {
-            "image": [self._encoded(path) for path in paths],
+            "image": [self._read_image(path) for path in paths],
             "label": [place[-2] for place in places],
         }
         if self.client is not None:
@@ -67,36 +67,36 @@ class ImageFolder(Tabular):
         """A folder, and the images of its classes in the order of their names."""
         name = getattr(self, part)
         folder = find_file(f"data.{part}", name, root, "folder")
-        levels, above = ("*/*/*", "CLIENT/CLASS") if self.client else ("*/*", "CLASS")
+        levels, layout = ("*/*/*", "CLIENT/CLASS") if self.client else ("*/*", "CLASS")
         paths = sorted(
             path
             for path in folder.glob(levels)
             if path.suffix.lower() in SUFFIXES and path.is_file()
         )
         if not paths:
-            expected = f"a folder with images {above}/NAME, a folder for each class"
+            expected = f"a folder with images {layout}/NAME, a folder for each class"
             raise ConfigError(f"data.{part}", name, expected)
         return folder, paths
 
-    def _encoded(self, path: Path) -> bytes:
+    def _read_image(self, path: Path) -> bytes:
         """The bytes of an image, scaled and converted if asked. Raises `ConfigError`."""
-        encoded = path.read_bytes()
+        image_bytes = path.read_bytes()
         if self.size is None and self.channels is None:
-            return encoded
+            return image_bytes
         from PIL import Image
 
         try:
-            with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
-                if image.mode.startswith(DEEP):
-                    return encoded  # it is refused by name where it is decoded
+            with Image.open(io.BytesIO(image_bytes), formats=FORMATS) as image:
+                if image.mode.startswith(HIGH_DEPTH_MODES):
+                    return image_bytes  # it is refused by name where it is decoded
                 grey = self.channels == 1 or (self.channels is None and image.mode == "L")
-                scaled = image.convert("L" if grey else "RGB")
+                output_image = image.convert("L" if grey else "RGB")
                 if self.size is not None:
-                    wanted = (self.size, self.size)
-                    scaled = scaled.resize(wanted, Image.Resampling.BILINEAR)
+                    target_size = (self.size, self.size)
+                    output_image = output_image.resize(target_size, Image.Resampling.BILINEAR)
         except Exception as error:  # whatever a broken image makes its decoder raise
             expected = f"encoded images; {path.name} is no image ({type(error).__name__})"
             raise ConfigError("data.train", str(path.parent), expected) from None
         buffer = io.BytesIO()
-        scaled.save(buffer, "PPM")
+        output_image.save(buffer, "PPM")
         return buffer.getvalue()

@@ -30,14 +30,14 @@ class ImageSet(InMemoryData):
     def samples(self, seed: int, root: Path | None) -> Samples:
         samples = self.images(root)
         if self.normalize:
-            self._check_published(samples.x)
+            self._check_constants(samples.x)
         return samples
 
     def images(self, root: Path | None) -> Samples:
         """All images, uint8 [rows, channels, height, width]. Raises `ConfigError`."""
         raise NotImplementedError
 
-    def _check_published(self, x: np.ndarray) -> None:
+    def _check_constants(self, x: np.ndarray) -> None:
         """Raises `ConfigError` where the published constants are not those of the pixels."""
         levels = np.arange(256) / 255
         counts = np.zeros((x.shape[1], 256))
@@ -48,9 +48,9 @@ class ImageSet(InMemoryData):
         mean = counts @ levels
         std = np.sqrt(np.maximum(counts @ levels**2 - mean**2, 0))
         if not np.allclose([*mean, *std], [*self.mean, *self.std], rtol=0, atol=0.01):
-            measured = f"{mean.round(3).tolist()} and {std.round(3).tolist()}"
-            published = f"{self.mean} and {self.std} as published"
-            expected = f"false: mean and std are {measured}, not {published}"
+            measured_constants = f"{mean.round(3).tolist()} and {std.round(3).tolist()}"
+            published_constants = f"{self.mean} and {self.std} as published"
+            expected = f"false: mean and std are {measured_constants}, not {published_constants}"
             raise ConfigError("data.normalize", True, expected)
 
 
@@ -89,11 +89,11 @@ class Cifar10Jpeg(ImageSet):
     mean: ClassVar[tuple[float, ...]] = CIFAR10_MEAN
     std: ClassVar[tuple[float, ...]] = CIFAR10_STD
     folder: ClassVar[str] = "cifar10_jpeg"
-    stored: ClassVar[tuple[str, ...]] = (f"{folder}/train.parquet", f"{folder}/test.parquet")
+    file_names: ClassVar[tuple[str, ...]] = (f"{folder}/train.parquet", f"{folder}/test.parquet")
 
     @classmethod
     def located(cls, root: Path) -> str:
-        missing = [name for name in cls.stored if not (root / name).is_file()]
+        missing = [name for name in cls.file_names if not (root / name).is_file()]
         return f"not under {root}: {' and '.join(missing)}" if missing else str(root / cls.folder)
 
     def images(self, root: Path | None) -> Samples:
@@ -104,9 +104,9 @@ class Cifar10Jpeg(ImageSet):
 
     def _files(self, root: Path | None) -> TableFile:
         folder = data_root(root)
-        missing = [name for name in self.stored if not (folder / name).is_file()]
+        missing = [name for name in self.file_names if not (folder / name).is_file()]
         if missing:
             expected = f"{' and '.join(missing)} under {folder} (--data-root, RAYDPFL_DATA)"
             raise ConfigError("data.kind", self.kind, expected)
-        train, test = self.stored
+        train, test = self.file_names
         return TableFile(train=train, test=test)

@@ -55,16 +55,16 @@ class Quadratics(Data):
         for client in range(self.clients):
             generator = stream(seed, Purpose.DATA, client=client)
             x[client] = scale * generator.standard_normal((rank, d))
-            own = self.heterogeneity * (
+            client_optimum = self.heterogeneity * (
                 generator.standard_normal(d) if self.optima == "normal" else generator.random(d)
             )
             rows = x[client].astype(np.float64)
-            y[client] = rows @ own
+            y[client] = rows @ client_optimum
             hessian += rows.T @ rows
             slope += rows.T @ y[client]
-        best = np.linalg.lstsq(hessian, slope, rcond=1e-12)[0]
-        y -= np.stack([rows.astype(np.float64) @ best for rows in x])
-        return _split(x, y, np.zeros(d))
+        minimizer = np.linalg.lstsq(hessian, slope, rcond=1e-12)[0]
+        y -= np.stack([rows.astype(np.float64) @ minimizer for rows in x])
+        return _make_split(x, y, np.zeros(d))
 
 
 class ScalarQuadratics(Data):
@@ -84,7 +84,7 @@ class ScalarQuadratics(Data):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"a": (1, 2, 6), "b": (4, 1, -1)},)
 
     @model_validator(mode="after")
-    def _pairs(self) -> ScalarQuadratics:
+    def _check_pairs(self) -> ScalarQuadratics:
         if len(self.b) != len(self.a):
             raise ConfigError("data.b", self.b, f"{len(self.a)} numbers, one for each of data.a")
         if self.clients not in (None, len(self.a)):
@@ -95,14 +95,14 @@ class ScalarQuadratics(Data):
     def split(self, seed: int, root: Path | None) -> Split:
         a = np.array(self.a)
         b = np.array(self.b)
-        best = a @ b / (a @ a) if a.any() else 0.0
-        return _split(a[:, None, None].astype(np.float32), b[:, None], np.array([best]))
+        minimizer = a @ b / (a @ a) if a.any() else 0.0
+        return _make_split(a[:, None, None].astype(np.float32), b[:, None], np.array([minimizer]))
 
 
-def _split(x: np.ndarray, y: np.ndarray, best: np.ndarray) -> Split:
-    """Of x float32 [clients, rows, d] and y [clients, rows]; `best` [d] has the least loss."""
+def _make_split(x: np.ndarray, y: np.ndarray, minimizer: np.ndarray) -> Split:
+    """Of x float32 [clients, rows, d] and y [clients, rows]; `minimizer` [d] has the least loss."""
     y = y.astype(np.float32)
-    residuals = x.astype(np.float64) @ best - y
+    residuals = x.astype(np.float64) @ minimizer - y
 
     def rows(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         return x[first:last].reshape(-1, x.shape[2]), y[first:last].reshape(-1)

@@ -61,31 +61,31 @@ class Synthetic(SizedData):
         sizes = self.sizes.counts(
             self.clients * self.samples, self.clients, stream(seed, Purpose.PARTITION)
         )
-        shared = self._shared(seed)
+        shared_model = self._shared_model(seed)
 
-        def joined(clients: np.ndarray, counts: np.ndarray, step: int) -> Rows:
+        def draw_samples(clients: np.ndarray, counts: np.ndarray, step: int) -> Rows:
             """Samples of these clients, one after the other."""
             x = np.empty((int(counts.sum()), self.features), np.float32)
             y = np.empty(len(x), np.int64)
-            at = 0
+            start = 0
             for client, count in zip(clients.tolist(), counts.tolist(), strict=True):
-                for some_x, some_y in self._pieces(seed, shared, step, client, count):
-                    own = slice(at, at + len(some_y))
-                    x[own], y[own] = some_x, some_y
-                    at = own.stop
+                for piece_x, piece_y in self._pieces(seed, shared_model, step, client, count):
+                    row_slice = slice(start, start + len(piece_y))
+                    x[row_slice], y[row_slice] = piece_x, piece_y
+                    start = row_slice.stop
             return x, y
 
         def rows(first: int, last: int) -> Rows:
-            return joined(np.arange(first, last), sizes[first:last], _TRAIN)
+            return draw_samples(np.arange(first, last), sizes[first:last], _TRAIN)
 
         def test() -> Rows:
             counts = apportion(self.test_samples, sizes)
-            return joined(np.flatnonzero(counts), counts[counts > 0], _TEST)
+            return draw_samples(np.flatnonzero(counts), counts[counts > 0], _TEST)
 
         return Split(sizes, (self.features,), self.classes, rows, test)
 
     def maker(self, seed: int) -> Maker:
-        return partial(self._pieces, seed, self._shared(seed), _TRAIN)
+        return partial(self._pieces, seed, self._shared_model(seed), _TRAIN)
 
     def identity(self, root: Path | None) -> list:
         # before, every client had as many: other rows, so another name, of which noise is keyed
@@ -97,30 +97,30 @@ class Synthetic(SizedData):
             2 + (self.features + 1) * self.classes + self.features, np.float32
         )
 
-    def _shared(self, seed: int) -> np.ndarray | None:
+    def _shared_model(self, seed: int) -> np.ndarray | None:
         """The model of all clients in the iid form, as `_model` gives one."""
         return self._model(stream(seed, Purpose.DATA, step=_SHARED)) if self.iid else None
 
     def _pieces(
-        self, seed: int, shared: np.ndarray | None, step: int, client: int, count: int
+        self, seed: int, shared_model: np.ndarray | None, step: int, client: int, count: int
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Samples of a client, some at a time: x float32 [rows, features], y int64 [rows]."""
         weights = self.features * self.classes
         scale = (np.arange(1, self.features + 1) ** -0.6).astype(np.float32)
         shift = np.sqrt(np.array([self.u, self.v], np.float32))
         generator = stream(seed, Purpose.DATA, client=client)
-        model = self._model(generator) if shared is None else shared
+        model = self._model(generator) if shared_model is None else shared_model
         if step == _TEST:
             generator = stream(seed, Purpose.DATA, client=client, step=_TEST)
         linear = model[2 : -self.features]
-        if shared is None:
+        if shared_model is None:
             linear = linear + shift[0] * model[0]
-        most = max(1, PIECE // self.features)
-        for start in range(0, count, most):
-            x = np.empty((min(most, count - start), self.features), np.float32)
+        max_rows = max(1, PIECE // self.features)
+        for start in range(0, count, max_rows):
+            x = np.empty((min(max_rows, count - start), self.features), np.float32)
             generator.standard_normal(out=x, dtype=np.float32)
             x *= scale
-            if shared is None:
+            if shared_model is None:
                 x += model[-self.features :] + shift[1] * model[1]
             scores = x @ linear[:weights].reshape(self.features, self.classes) + linear[weights:]
             yield x, scores.argmax(1)

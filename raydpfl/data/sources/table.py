@@ -22,17 +22,17 @@ from pydantic import Field, field_validator, model_validator
 
 from raydpfl.config.registry import is_path
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.data.columns import Columns, is_list, labels, missing, plain, read_columns
-from raydpfl.data.inputs import DType, inputs, typed
+from raydpfl.data.columns import Columns, column_array, column_error, is_list, labels, read_columns
+from raydpfl.data.inputs import DType, cast_inputs, inputs
 from raydpfl.data.sources.base import InMemoryData, Samples
-from raydpfl.data.tokens import LARGEST, TOKENIZERS, Encoder, check, of_file
+from raydpfl.data.tokens import LARGEST, TOKENIZERS, Encoder, check, read_vocabulary
 from raydpfl.errors import ConfigError
 from raydpfl.models.tasks import Target, Task
 from raydpfl.storage.files import file_identity
 
 CLASSES = "which classes occur, and so how many outputs the model has (unless data.classes says it)"
 POSITIONS = "how many targets the longest list has"
-DECLARED = (
+DECLARED_NOTE = (
     "what data.vocabulary and data.tokenizer were made of: they are taken as public, and no row is "
     "read for them"
 )
@@ -49,10 +49,10 @@ class Tabular(InMemoryData):
     `std`: public constants, for images scaled to [0, 1].
     """
 
-    newer: ClassVar[frozenset[str]] = InMemoryData.newer | {
+    added_fields: ClassVar[frozenset[str]] = InMemoryData.added_fields | {
         "classes", "dtype", "split_by", "tokenizer", "vocabulary", "length",
     }  # fmt: skip
-    named: ClassVar[frozenset[str]] = frozenset({"vocabulary"})
+    file_fields: ClassVar[frozenset[str]] = frozenset({"vocabulary"})
 
     test_fraction: float = Field(default=0.1, gt=0, lt=1, description="share of rows for testing")
     x: tuple[str, ...] = Field(default=("image",), description="the columns of the input")
@@ -80,7 +80,7 @@ class Tabular(InMemoryData):
 
     @field_validator("x", mode="before", json_schema_input_type=str | tuple[str, ...])
     @classmethod
-    def _one(cls, value: Any) -> Any:
+    def _wrap_x(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
     @field_validator(
@@ -90,13 +90,13 @@ class Tabular(InMemoryData):
     @classmethod
     def _labels(cls, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return tuple(each if isinstance(each, str | None) else str(each) for each in value)
+            return tuple(label if isinstance(label, str | None) else str(label) for label in value)
         return value
 
     @model_validator(mode="after")
-    def _consistent_columns(self) -> Tabular:
-        for field, wrong, expected in self._rules():
-            if wrong:
+    def _check_columns(self) -> Tabular:
+        for field, is_invalid, expected in self._rules():
+            if is_invalid:
                 raise ConfigError(f"data.{field}", getattr(self, field), expected)
         if isinstance(self.vocabulary, tuple):
             check(self.vocabulary, list(self.vocabulary))
@@ -104,49 +104,49 @@ class Tabular(InMemoryData):
 
     def _rules(self) -> Iterator[tuple[str, Any, str]]:
         """Fields, whether each is wrong, and what is expected of it."""
-        positive = f"positive numbers, one for each of data.mean = {self.mean}"
-        yield "std", len(self.mean) != len(self.std) or min(self.std, default=1) <= 0, positive
+        expected = f"positive numbers, one for each of data.mean = {self.mean}"
+        yield "std", len(self.mean) != len(self.std) or min(self.std, default=1) <= 0, expected
         yield "x", not self.x, "the name of a column, or several"
         yield "y", not self.y, "the name of a column, or several"
         yield from (
-            self._rules_of_text()
+            self._text_rules()
             if self.tokenizer is not None
             else (
                 (name, getattr(self, name) is not None, "none without data.tokenizer")
                 for name in ("vocabulary", "length")
             )
         )
-        both = ", ".join(name for name in self.x if name in self.targets)
-        expected = f"columns without {both}, which is data.y: a model would read it off"
-        yield "x", both and not self._next, expected
-        least = self.classes if isinstance(self.classes, int) else len(self.classes or "two")
-        twice = isinstance(self.classes, tuple) and len(set(self.classes)) < least
-        yield "classes", least < 1 or twice, "a number of classes, or their names"
+        overlap = ", ".join(name for name in self.x if name in self.targets)
+        expected = f"columns without {overlap}, which is data.y: a model would read it off"
+        yield "x", overlap and not self._predicts_next_token, expected
+        class_count = self.classes if isinstance(self.classes, int) else len(self.classes or "two")
+        has_duplicates = isinstance(self.classes, tuple) and len(set(self.classes)) < class_count
+        yield "classes", class_count < 1 or has_duplicates, "a number of classes, or their names"
 
-    def _rules_of_text(self) -> Iterator[tuple[str, Any, str]]:
+    def _text_rules(self) -> Iterator[tuple[str, Any, str]]:
         """As `_rules`, where a tokenizer makes tokens of a column."""
         tokenizer = self.tokenizer
         expected = f"{', '.join(TOKENIZERS)}, or the import path of a function of your own"
         yield "tokenizer", tokenizer not in TOKENIZERS and not is_path(tokenizer), expected
-        numbered = isinstance(self.vocabulary, int) and tokenizer in TOKENIZERS
+        is_vocabulary_size = isinstance(self.vocabulary, int) and tokenizer in TOKENIZERS
         expected = (
             "a file of tokens, one a line, or the list of them: one that is learnt from the data "
             "would be a query that no accountant counts"
         )
-        yield "vocabulary", self.vocabulary is None or numbered, expected
+        yield "vocabulary", self.vocabulary is None or is_vocabulary_size, expected
         expected = "none where the next token is learnt: data.vocabulary says how many"
-        yield "classes", self._next and self.classes is not None, expected
+        yield "classes", self._predicts_next_token and self.classes is not None, expected
         yield "length", self.length is None, "how many tokens of a text are taken, the first ones"
         yield "x", len(self.x) > 1, "one column of text with data.tokenizer"
-        wrong = {"dtype": self.dtype == "float32", "mean": self.mean, "features": self.features}
-        for name, present in wrong.items():
+        fields = {"dtype": self.dtype == "float32", "mean": self.mean, "features": self.features}
+        for name, present in fields.items():
             yield name, present, "none with data.tokenizer, whose token ids stay whole numbers"
 
     @property
-    def _next(self) -> bool:
+    def _predicts_next_token(self) -> bool:
         """Whether the next token is learnt, at every position of a text."""
-        same = self.tokenizer is not None and self.targets == self.x
-        return same and self.task.takes == "positions"
+        is_same_column = self.tokenizer is not None and self.targets == self.x
+        return is_same_column and self.task.takes == "positions"
 
     def _encoder(self, root: Path | None) -> Encoder | None:
         """The encoder of the column of text; None: no column is text. Raises `ConfigError`."""
@@ -155,13 +155,13 @@ class Tabular(InMemoryData):
         assert self.vocabulary is not None and self.length is not None
         vocabulary = self.vocabulary
         if isinstance(vocabulary, str):
-            vocabulary = of_file(vocabulary, root)
-        return Encoder(self.tokenizer, vocabulary, self.length + self._next)
+            vocabulary = read_vocabulary(vocabulary, root)
+        return Encoder(self.tokenizer, vocabulary, self.length + self._predicts_next_token)
 
     def identity(self, root: Path | None) -> list:
         encoder = self._encoder(root)
-        declared = [] if encoder is None else [encoder.vocabulary, encoder.code()]
-        return [*super().identity(root), *declared]
+        encoder_facts = [] if encoder is None else [encoder.vocabulary, encoder.code()]
+        return [*super().identity(root), *encoder_facts]
 
     def counted(self, root: Path | None) -> dict[str, int]:
         encoder = self._encoder(root)
@@ -171,8 +171,8 @@ class Tabular(InMemoryData):
         """The column of text. Raises `ConfigError`."""
         (name,) = self.x
         if name not in columns:
-            raise missing("data.x", name, columns)
-        texts = plain(columns[name], name, "data.x").tolist()
+            raise column_error("data.x", name, columns)
+        texts = column_array(columns[name], name, "data.x").tolist()
         if not all(isinstance(text, str) for text in texts):
             raise ConfigError("data.x", name, "a column of text with data.tokenizer")
         return texts
@@ -183,7 +183,7 @@ class Tabular(InMemoryData):
         return (self.y,) if isinstance(self.y, str) else self.y
 
     @classmethod
-    def gives(cls, task: Task) -> None:
+    def check_task(cls, task: Task) -> None:
         """A table takes any task: the task has its targets from the columns."""
 
     def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -194,8 +194,8 @@ class Tabular(InMemoryData):
         """See `Data.exclusions`: what sizes the model and is read off the rows."""
         exclusions = super().exclusions
         if self.tokenizer is not None:
-            exclusions += (DECLARED,)
-        if self._next:
+            exclusions += (DECLARED_NOTE,)
+        if self._predicts_next_token:
             return exclusions
         if self.task.takes != "numbers" and self.classes is None:
             exclusions += (CLASSES,)
@@ -233,10 +233,10 @@ class Tabular(InMemoryData):
                 expected = f"samples like those of {train.name}: {x.shape[1:]}"
                 raise ConfigError("data.test", test.name, f"{expected}, not {test_x.shape[1:]}")
         else:
-            kept, held = self._divided(train, len(y), client, seed)
-            test_x, test_y = x[held], y[held]
-            x, y = x[kept], y[kept]
-            client = None if client is None else client[kept]
+            train_mask, test_mask = self._split_rows(train, len(y), client, seed)
+            test_x, test_y = x[test_mask], y[test_mask]
+            x, y = x[train_mask], y[train_mask]
+            client = None if client is None else client[train_mask]
         for part, rows in (("train", y), ("test", test_y)):
             if not len(rows):
                 expected = f"a table that leaves at least one row to {part}"
@@ -246,9 +246,9 @@ class Tabular(InMemoryData):
         if client is not None:
             client = np.unique(client, return_inverse=True)[1].astype(np.int64)
         if encoder is None:
-            x, test_x = typed(x, test_x, self.x, self.dtype, is_list(train[self.x[0]]))
+            x, test_x = cast_inputs(x, test_x, self.x, self.dtype, is_list(train[self.x[0]]))
             self._check_numbers(x, test_x, train.name)
-        if encoder is not None and self._next:
+        if encoder is not None and self._predicts_next_token:
             target = Target(y.shape[1:], encoder.size)
         else:
             y, test_y, target = self._targets(train, y, test_y)
@@ -262,20 +262,20 @@ class Tabular(InMemoryData):
         """
         owner = self.client if columns.part == "train" else None
         fields = {"x": self.x, "y": self.targets, "client": [owner] if owner else []}
-        wanted = [(field, column) for field, named in fields.items() for column in named]
-        for field, column in wanted:
+        required_columns = [(field, column) for field, names in fields.items() for column in names]
+        for field, column in required_columns:
             if column not in columns:
-                raise missing(f"data.{field}", column, columns)
-        arrays = [columns[column] for _, column in wanted]
+                raise column_error(f"data.{field}", column, columns)
+        arrays = [columns[column] for _, column in required_columns]
         part = f"data.{columns.part}"
         if not all(len(array) for array in arrays if getattr(array, "ndim", 1)):
             raise ConfigError(part, columns.name, "a table with rows; this one has none")
         x = self._inputs(columns) if encoder is None else encoder.ids(self._texts(columns))
-        if encoder is not None and self._next:
-            x, y = x[:, :-1], np.where(encoder.known(x), x, self.task.ignored())[:, 1:]
+        if encoder is not None and self._predicts_next_token:
+            x, y = x[:, :-1], np.where(encoder.known(x), x, self.task.ignore_index())[:, 1:]
         else:
             y = labels([columns[name] for name in self.targets], self.targets, "data.y")
-        client = plain(columns[owner], owner, "data.client") if owner else None
+        client = column_array(columns[owner], owner, "data.client") if owner else None
         if client is not None and client.dtype.kind == "f" and not np.isfinite(client).all():
             row = np.argmin(np.isfinite(client))
             expected = f"a column without gaps; row {row} of {columns.name} is one"
@@ -295,7 +295,7 @@ class Tabular(InMemoryData):
         whole = all(part.dtype.kind in "biu" for part in parts)
         return np.stack([part if whole else part.astype(np.float64) for part in parts], 1)
 
-    def _divided(
+    def _split_rows(
         self, train: Columns, rows: int, client: np.ndarray | None, seed: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Which rows are for training, and which for testing, bool [rows]: as `split_by` says, or
@@ -304,33 +304,33 @@ class Tabular(InMemoryData):
         if self.split_by is None:
             order = stream(seed, Purpose.PARTITION, step=1).permutation(rows)
             if client is not None:
-                last = rows - 1 - np.unique(client[order][::-1], return_index=True)[1]
-                order = np.delete(order, last)
-            held = np.zeros(rows, bool)
-            held[order[: max(1, round(self.test_fraction * rows))]] = True
-            return ~held, held
+                last_rows = rows - 1 - np.unique(client[order][::-1], return_index=True)[1]
+                order = np.delete(order, last_rows)
+            test_mask = np.zeros(rows, bool)
+            test_mask[order[: max(1, round(self.test_fraction * rows))]] = True
+            return ~test_mask, test_mask
         if self.split_by not in train:
-            raise missing("data.split_by", self.split_by, train)
-        column = plain(train[self.split_by], self.split_by, "data.split_by").astype(str)
+            raise column_error("data.split_by", self.split_by, train)
+        column = column_array(train[self.split_by], self.split_by, "data.split_by").astype(str)
         values = np.char.lower(column)
-        kept, held = values == "train", values == "test"
-        if not kept.any() or not held.any():
-            some = ", ".join(map(repr, np.unique(column)[:5].tolist()))
-            expected = f"a column that says train or test of every row; this one says {some}"
+        train_mask, test_mask = values == "train", values == "test"
+        if not train_mask.any() or not test_mask.any():
+            examples = ", ".join(map(repr, np.unique(column)[:5].tolist()))
+            expected = f"a column that says train or test of every row; this one says {examples}"
             raise ConfigError("data.split_by", self.split_by, expected)
-        return kept, held
+        return train_mask, test_mask
 
     def _targets(
         self, train: Columns, y: np.ndarray, test_y: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, Target]:
         """Targets of training and test rows, and what they are."""
-        known = train.names.get(self.targets[0], ()) if len(self.targets) == 1 else ()
-        numbered = known and self.classes is None and y.dtype.kind in "iu"
-        classes = len(known) if numbered else self.classes
-        named = ", ".join(self.targets)
-        y, test_y, target = self.task.targets(named, y, test_y, classes)
-        several = self.targets if len(self.targets) > 1 else ()
-        names = target.names or (known if numbered else ()) or several
+        class_names = train.names.get(self.targets[0], ()) if len(self.targets) == 1 else ()
+        uses_class_names = class_names and self.classes is None and y.dtype.kind in "iu"
+        classes = len(class_names) if uses_class_names else self.classes
+        column_names = ", ".join(self.targets)
+        y, test_y, target = self.task.targets(column_names, y, test_y, classes)
+        target_names = self.targets if len(self.targets) > 1 else ()
+        names = target.names or (class_names if uses_class_names else ()) or target_names
         return y, test_y, replace(target, names=tuple(names))
 
     def _check_numbers(self, x: np.ndarray, test_x: np.ndarray, file: str) -> None:
@@ -351,7 +351,7 @@ class TableFile(Tabular):
     Files are .csv, .tsv, .jsonl, .parquet, .arrow, .feather or .npz.
     """
 
-    named: ClassVar[frozenset[str]] = Tabular.named | {"train", "test"}
+    file_fields: ClassVar[frozenset[str]] = Tabular.file_fields | {"train", "test"}
 
     kind: str = "table"
     location: ClassVar[str] = "your own file"

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field, SerializeAsAny, field_validator
 
-from raydpfl.data.columns import KINDS, READERS, missing, plain, read_columns
+from raydpfl.data.columns import KINDS, READERS, column_array, column_error, read_columns
 from raydpfl.data.partitions import Natural, Partition
 from raydpfl.data.sources.base import InMemoryData, Samples
 from raydpfl.errors import ConfigError, one_line
@@ -27,7 +27,7 @@ class Text(InMemoryData):
     last window of a client is not scored, nor are characters that the alphabet lacks.
     """
 
-    named: ClassVar[frozenset[str]] = frozenset({"path"})
+    file_fields: ClassVar[frozenset[str]] = frozenset({"path"})
 
     kind: str = "text"
     location: ClassVar[str] = "your own file"
@@ -68,15 +68,15 @@ class Text(InMemoryData):
 
     @property
     def sample_exclusions(self) -> tuple[str, ...]:
-        one = f"a sample is a window of {self.length} characters and the one that follows each"
-        return (f"{one}: the character between two windows is in both",)
+        window = f"a sample is a window of {self.length} characters and the one that follows each"
+        return (f"{window}: the character between two windows is in both",)
 
     def sources(self, root: Path | None) -> list:
         return [file_identity("data.path", self.path, root)]
 
     def samples(self, seed: int, root: Path | None) -> Samples:
-        written = self.written(root)
-        codes = {name: _codes(text) for name, text in written.items() if len(text) > 1}
+        texts = self.texts_by_client(root)
+        codes = {name: _codes(text) for name, text in texts.items() if len(text) > 1}
         if not codes:
             expected = "text of two characters or more by some client"
             raise ConfigError("data.path", self.path, expected)
@@ -84,11 +84,11 @@ class Text(InMemoryData):
         parts: dict[str, list[np.ndarray]] = {"train": [], "test": []}
         owners = []
         for place, name in enumerate(sorted(codes)):
-            windows = self._windows(_numbered(codes[name], alphabet), len(alphabet))
-            held = min(int(self.test_fraction * len(windows) + 0.5), len(windows) - 1)
-            parts["train"].append(windows[: len(windows) - held])
-            parts["test"].append(windows[len(windows) - held :])
-            owners.append(np.full(len(windows) - held, place))
+            windows = self._windows(_alphabet_positions(codes[name], alphabet), len(alphabet))
+            test_count = min(int(self.test_fraction * len(windows) + 0.5), len(windows) - 1)
+            parts["train"].append(windows[: len(windows) - test_count])
+            parts["test"].append(windows[len(windows) - test_count :])
+            owners.append(np.full(len(windows) - test_count, place))
         train, test = (np.concatenate(part) for part in parts.values())
         if not len(test):
             expected = (
@@ -102,7 +102,7 @@ class Text(InMemoryData):
         test_x, test_y = self._pairs(test, len(alphabet))
         return Samples(x, y, test_x, test_y, client, target, tokens=len(alphabet) + 1)
 
-    def written(self, root: Path | None) -> dict[str, str]:
+    def texts_by_client(self, root: Path | None) -> dict[str, str]:
         """What each client has written, by its name. Raises `ConfigError`."""
         path = find_file("data.path", self.path, root)
         if path.suffix not in (*READERS, ".npz"):
@@ -115,26 +115,26 @@ class Text(InMemoryData):
         columns = read_columns("data.path", self.path, root)
         for field in ("text", "client"):
             if getattr(self, field) not in columns:
-                raise missing(f"data.{field}", getattr(self, field), columns)
-        texts = plain(columns[self.text], self.text, "data.text").astype(str)
-        clients = plain(columns[self.client], self.client, "data.client").astype(str)
-        found: dict[str, list[str]] = {}
+                raise column_error(f"data.{field}", getattr(self, field), columns)
+        texts = column_array(columns[self.text], self.text, "data.text").astype(str)
+        clients = column_array(columns[self.client], self.client, "data.client").astype(str)
+        lines_by_client: dict[str, list[str]] = {}
         for name, text in zip(clients.tolist(), texts.tolist(), strict=True):
-            found.setdefault(name, []).append(text)
-        return {name: "\n".join(lines) for name, lines in found.items()}
+            lines_by_client.setdefault(name, []).append(text)
+        return {name: "\n".join(lines) for name, lines in lines_by_client.items()}
 
     def _speeches(self, text: str) -> dict[str, str]:
         """What each speaker of a play says."""
         pattern = re.compile(f"({self.speaker}):")
         speeches: dict[str, list[str]] = {}
-        spoken = None  # the lines of who speaks
+        speech_lines = None  # the lines of who speaks
         empty = True  # the line before
         for line in text.splitlines():
-            begins = pattern.fullmatch(line) if empty or not self.apart else None
-            if begins:
-                spoken = speeches.setdefault(begins[1], [])
-            elif spoken is not None:
-                spoken.append(line)
+            heading = pattern.fullmatch(line) if empty or not self.apart else None
+            if heading:
+                speech_lines = speeches.setdefault(heading[1], [])
+            elif speech_lines is not None:
+                speech_lines.append(line)
             empty = not line
         if not speeches:
             expected = "a pattern of names: no line is such a name and a colon"
@@ -150,15 +150,15 @@ class Text(InMemoryData):
     def _windows(self, codes: np.ndarray, fill: int) -> np.ndarray:
         """The windows of a text and the character after each, [windows, length + 1]."""
         count = -(-(len(codes) - 1) // self.length)
-        padded = np.full(count * self.length + 1, fill, np.int64)
-        padded[: len(codes)] = codes
+        padded_codes = np.full(count * self.length + 1, fill, np.int64)
+        padded_codes[: len(codes)] = codes
         starts = np.arange(count)[:, None] * self.length
-        return padded[starts + np.arange(self.length + 1)]
+        return padded_codes[starts + np.arange(self.length + 1)]
 
     def _pairs(self, windows: np.ndarray, fill: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets."""
         y = windows[:, 1:]
-        return windows[:, :-1].copy(), np.where(y == fill, self.task.ignored(), y)
+        return windows[:, :-1].copy(), np.where(y == fill, self.task.ignore_index(), y)
 
 
 def _codes(text: str) -> np.ndarray:
@@ -166,7 +166,7 @@ def _codes(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
-def _numbered(codes: np.ndarray, alphabet: np.ndarray) -> np.ndarray:
+def _alphabet_positions(codes: np.ndarray, alphabet: np.ndarray) -> np.ndarray:
     """The places of code points in the alphabet, int64; its length for all others."""
     places = np.minimum(np.searchsorted(alphabet, codes), len(alphabet) - 1)
     return np.where(alphabet[places] == codes, places, len(alphabet))

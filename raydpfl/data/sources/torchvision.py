@@ -10,14 +10,14 @@ import numpy as np
 from raydpfl.data.sources.base import Samples
 from raydpfl.data.sources.image_sets import CIFAR10_MEAN, CIFAR10_STD, ImageSet
 from raydpfl.errors import ConfigError
-from raydpfl.storage.files import data_root, digest, impatient
+from raydpfl.storage.files import data_root, digest, network_timeout
 
 
 class TorchvisionImages(ImageSet):
-    """A data set that torchvision reads from `stored`, files relative to the root."""
+    """A data set that torchvision reads from `file_names`, files relative to the root."""
 
     dataset: ClassVar[str]  # name in torchvision.datasets
-    stored: ClassVar[tuple[str, ...]]
+    file_names: ClassVar[tuple[str, ...]]
 
     def images(self, root: Path | None) -> Samples:
         folder = self.ensure(root)
@@ -31,8 +31,8 @@ class TorchvisionImages(ImageSet):
     def sources(self, root: Path | None) -> list:
         folder = self.ensure(root)
         # torchvision prefers them
-        older = sorted((folder / self.dataset / "processed").glob("*.pt"))
-        names = [*self.stored, *(str(path.relative_to(folder)) for path in older)]
+        processed_files = sorted((folder / self.dataset / "processed").glob("*.pt"))
+        names = [*self.file_names, *(str(path.relative_to(folder)) for path in processed_files)]
         try:
             return [[name, digest(folder / name)] for name in names]
         except OSError as error:
@@ -62,7 +62,7 @@ class TorchvisionImages(ImageSet):
 
     @classmethod
     def present(cls, root: Path) -> bool:
-        return all((root / name).is_file() for name in cls.stored)
+        return all((root / name).is_file() for name in cls.file_names)
 
     def ensure(self, root: Path | None) -> Path:
         """The root that holds the files, downloaded first if they are missing and a network and a
@@ -83,11 +83,11 @@ class TorchvisionImages(ImageSet):
 
     def _download(self, folder: Path) -> None:
         """Downloads the files next to their places, and then moves them there."""
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not os.access(there, os.W_OK):
+        base_folder = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not os.access(base_folder, os.W_OK):
             raise PermissionError("the folder is read-only")
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=there) as scratch:
-            with impatient():
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=base_folder) as scratch:
+            with network_timeout():
                 for train in (True, False):
                     self._part(Path(scratch), train, download=True)
             for file in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
@@ -109,7 +109,7 @@ class Mnist(TorchvisionImages):
 
     kind: str = "mnist"
     dataset: ClassVar[str] = "MNIST"
-    stored: ClassVar[tuple[str, ...]] = _idx_files("MNIST", "train", "t10k")
+    file_names: ClassVar[tuple[str, ...]] = _idx_files("MNIST", "train", "t10k")
     mean: ClassVar[tuple[float, ...]] = (0.1307,)
     std: ClassVar[tuple[float, ...]] = (0.3081,)
 
@@ -119,7 +119,7 @@ class FashionMnist(TorchvisionImages):
 
     kind: str = "fashion_mnist"
     dataset: ClassVar[str] = "FashionMNIST"
-    stored: ClassVar[tuple[str, ...]] = _idx_files("FashionMNIST", "train", "t10k")
+    file_names: ClassVar[tuple[str, ...]] = _idx_files("FashionMNIST", "train", "t10k")
     mean: ClassVar[tuple[float, ...]] = (0.2860,)
     std: ClassVar[tuple[float, ...]] = (0.3530,)
 
@@ -131,7 +131,7 @@ class EmnistDigits(TorchvisionImages):
 
     kind: str = "emnist_digits"
     dataset: ClassVar[str] = "EMNIST"
-    stored: ClassVar[tuple[str, ...]] = _idx_files(
+    file_names: ClassVar[tuple[str, ...]] = _idx_files(
         "EMNIST", "emnist-digits-train", "emnist-digits-test"
     )
     mean: ClassVar[tuple[float, ...]] = (0.1733,)
@@ -150,7 +150,7 @@ class Cifar10(TorchvisionImages):
 
     kind: str = "cifar10"
     dataset: ClassVar[str] = "CIFAR10"
-    stored: ClassVar[tuple[str, ...]] = tuple(
+    file_names: ClassVar[tuple[str, ...]] = tuple(
         f"cifar-10-batches-py/{name}"
         for name in (*(f"data_batch_{part}" for part in range(1, 6)), "test_batch", "batches.meta")
     )
@@ -163,7 +163,7 @@ class Cifar100(TorchvisionImages):
 
     kind: str = "cifar100"
     dataset: ClassVar[str] = "CIFAR100"
-    stored: ClassVar[tuple[str, ...]] = tuple(
+    file_names: ClassVar[tuple[str, ...]] = tuple(
         f"cifar-100-python/{name}" for name in ("train", "test", "meta")
     )
     mean: ClassVar[tuple[float, ...]] = (0.5071, 0.4865, 0.4409)
@@ -175,7 +175,7 @@ class Svhn(TorchvisionImages):
 
     kind: str = "svhn"
     dataset: ClassVar[str] = "SVHN"
-    stored: ClassVar[tuple[str, ...]] = ("train_32x32.mat", "test_32x32.mat")
+    file_names: ClassVar[tuple[str, ...]] = ("train_32x32.mat", "test_32x32.mat")
     mean: ClassVar[tuple[float, ...]] = (0.4377, 0.4438, 0.4728)
     std: ClassVar[tuple[float, ...]] = (0.1980, 0.2010, 0.1970)
 

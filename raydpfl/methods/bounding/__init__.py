@@ -25,6 +25,6 @@ FIRST = (
     "none", "clip", "model_clip", "normalize", "smooth_normalize", "quantile_clip",
     "per_sample_clip",
 )  # fmt: skip
-FAMILY: dict[str, type[Bounding]] = family(__name__, Bounding, first=FIRST)
+FAMILY: dict[str, type[Bounding]] = family(__name__, Bounding, leading_kinds=FIRST)
 
 __all__ = ["FAMILY", "Bounding", "BoundingQuery", "Clip"]

@@ -38,6 +38,6 @@ class AlphaNormEC(SmoothNormalize):
     def start(self, d: int) -> State:
         return {"h": np.zeros(d)}
 
-    def receive(self, released: np.ndarray, state: State, facts: Facts) -> np.ndarray:
-        state["h"] += self.beta / facts.population * released
+    def receive(self, noisy_sum: np.ndarray, state: State, facts: Facts) -> np.ndarray:
+        state["h"] += self.beta / facts.population * noisy_sum
         return state["h"] * facts.lr if self.scaling == "gradient" else state["h"]

@@ -63,7 +63,7 @@ class Bounding(WithServerState):
         if overridden == {"factor"}:
             cls.factors = Bounding.factors  # type: ignore[method-assign]
         if overridden == {"factors"}:
-            cls.factor = _of_one(cls.factors)  # type: ignore[method-assign]
+            cls.factor = _scalar_factor(cls.factors)  # type: ignore[method-assign]
 
     @property
     def initial_bound(self) -> float | None:
@@ -144,10 +144,10 @@ class Bounding(WithServerState):
         values = [self.factor(norm, bound) for norm in norms.tolist()]
         return torch.tensor(values, dtype=torch.float64, device=norms.device)
 
-    def closed(self, bound: float) -> tuple[float, float, float] | None:
-        """(most, above, offset): factors are 1 for norms up to `most`, and above / (offset + norm)
-        beyond, or 0 where that divides by 0; to the bit as `factors`, as torch divides a number by
-        a tensor. None: no closed form. Not used of a user-defined class.
+    def closed_form(self, bound: float) -> tuple[float, float, float] | None:
+        """(threshold, numerator, offset): factors are 1 for norms up to `threshold`, and
+        numerator / (offset + norm) beyond, or 0 where that divides by 0; to the bit as `factors`,
+        as torch divides a number by a tensor. None: no such form. Not used of user-defined classes.
         """
         return None
 
@@ -169,11 +169,11 @@ class Bounding(WithServerState):
 
     # --- what the server does ---
 
-    def receive(self, released: np.ndarray, state: State, facts: Facts) -> np.ndarray:
+    def receive(self, noisy_sum: np.ndarray, state: State, facts: Facts) -> np.ndarray:
         """The mean update, in units of updates, float64 [d], of the sum of the contributions with
         noise, float64 [d]; may change `state` in place.
         """
-        mean = released / facts.divisor
+        mean = noisy_sum / facts.divisor
         return mean * facts.lr if self.scaling == "gradient" else mean
 
     # --- a bound that adapts ---
@@ -203,7 +203,7 @@ class Bounding(WithServerState):
     adapts = overrides(adapt)  # whether the bound may change from round to round
 
 
-def _of_one(factors: Callable[[Any, Tensor, float], Tensor]) -> Callable[..., float]:
+def _scalar_factor(factors: Callable[[Any, Tensor, float], Tensor]) -> Callable[..., float]:
     """`factor` of a class that has these `factors`, whatever those of its subclasses."""
 
     def factor(self: Bounding, norm: float, bound: float) -> float:
@@ -213,12 +213,12 @@ def _of_one(factors: Callable[[Any, Tensor, float], Tensor]) -> Callable[..., fl
 
 
 class ClosedForm(Bounding):
-    """Base of the members with a closed form, which give `closed`."""
+    """Base of the members with a closed form, which give `closed_form`."""
 
     def factors(self, norms: Tensor, bound: float) -> Tensor:
-        form = self.closed(bound)
+        form = self.closed_form(bound)
         assert form is not None  # of these members
-        most, above, offset = form
+        threshold, numerator, offset = form
         divisors = offset + norms
-        beyond = torch.where(divisors > 0, above / divisors, 0.0)
-        return torch.where(norms <= most, 1.0, beyond)
+        far_factors = torch.where(divisors > 0, numerator / divisors, 0.0)
+        return torch.where(norms <= threshold, 1.0, far_factors)

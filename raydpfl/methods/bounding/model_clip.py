@@ -27,5 +27,5 @@ class ModelClip(Clip):
     def invert(self, vectors: torch.Tensor, view: View) -> torch.Tensor:
         return vectors - view.model
 
-    def receive(self, released: np.ndarray, state: State, facts: Facts) -> np.ndarray:
-        return released / facts.divisor - facts.model
+    def receive(self, noisy_sum: np.ndarray, state: State, facts: Facts) -> np.ndarray:
+        return noisy_sum / facts.divisor - facts.model

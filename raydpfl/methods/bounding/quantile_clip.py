@@ -45,10 +45,10 @@ class QuantileClip(Clip):
 
     def answers(self, columns: Columns, bound: float) -> Mapping[str, np.ndarray]:
         norms = columns["norm"]
-        below = np.where(norms <= bound, 0.5, -0.5)
-        return {"count": np.where(np.isfinite(norms), below, 0.0)}
+        indicators = np.where(norms <= bound, 0.5, -0.5)
+        return {"count": np.where(np.isfinite(norms), indicators, 0.0)}
 
     def adapt(self, bound: float, sums: Mapping[str, float], clients: float, state: State) -> float:
-        below = sums["count"] / clients + 0.5  # beyond [0, 1] by its noise, whose mean is then 0
-        following = bound * math.exp(min(-self.lr * (below - self.quantile), 100.0))
-        return min(max(following, BOUNDS[0]), BOUNDS[1])
+        fraction = sums["count"] / clients + 0.5  # beyond [0, 1] by its noise, whose mean is then 0
+        next_bound = bound * math.exp(min(-self.lr * (fraction - self.quantile), 100.0))
+        return min(max(next_bound, BOUNDS[0]), BOUNDS[1])

@@ -13,4 +13,4 @@ from raydpfl.methods.local.sgd import Sgd
 
 __all__ = ["FAMILY", "Adam", "AdamW", "LinearRule", "Local", "Sam", "Scaffold", "Sgd", "Step"]
 
-FAMILY: dict[str, type[Local]] = family(__name__, Local, first=("sgd",))
+FAMILY: dict[str, type[Local]] = family(__name__, Local, leading_kinds=("sgd",))

@@ -39,15 +39,15 @@ class Adam(Local):
     def step(self, x: Tensor, gradient: Tensor, state: Any, at: Step) -> tuple[Tensor, Any]:
         if self.weight_decay:
             gradient = gradient + self.weight_decay * x
-        return self._moved(x, gradient, state, at)
+        return self._adam_step(x, gradient, state, at)
 
-    def _moved(self, x: Tensor, gradient: Tensor, state: Any, at: Step) -> tuple[Tensor, Any]:
+    def _adam_step(self, x: Tensor, gradient: Tensor, state: Any, at: Step) -> tuple[Tensor, Any]:
         """The step without decay."""
-        first, second = self.betas
-        m = state[0].lerp(gradient, 1 - first)
-        v = (state[1] * second).addcmul_(gradient, gradient, value=1 - second)
-        size = v.sqrt().div_(math.sqrt(1 - second ** (at.k + 1))).add_(self.eps)
-        return x.addcdiv(m, size, value=-at.lr / (1 - first ** (at.k + 1))), (m, v)
+        beta1, beta2 = self.betas
+        m = state[0].lerp(gradient, 1 - beta1)
+        v = (state[1] * beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        size = v.sqrt().div_(math.sqrt(1 - beta2 ** (at.k + 1))).add_(self.eps)
+        return x.addcdiv(m, size, value=-at.lr / (1 - beta1 ** (at.k + 1))), (m, v)
 
     @property
     def l2(self) -> float:
@@ -67,7 +67,7 @@ class AdamW(Adam):
     weight_decay: float = Field(default=0.01, ge=0, description="times lr: share of x taken off")
 
     def step(self, x: Tensor, gradient: Tensor, state: Any, at: Step) -> tuple[Tensor, Any]:
-        return self._moved(x * (1 - at.lr * self.weight_decay), gradient, state, at)
+        return self._adam_step(x * (1 - at.lr * self.weight_decay), gradient, state, at)
 
     @property
     def l2(self) -> float:

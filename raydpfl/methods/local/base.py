@@ -48,7 +48,7 @@ class LinearRule:
 
     def move(
         self,
-        now: list[Tensor],
+        parameters: list[Tensor],
         gradients: list[Tensor],
         velocity: list[Tensor],
         model: list[Tensor],
@@ -58,7 +58,7 @@ class LinearRule:
         """Makes a step in place on parameters in parts.
 
         Args:
-            now: x; changed in place.
+            parameters: x; changed in place.
             gradients: g; overwritten.
             velocity: v, changed in place; may be empty where `momentum` is 0.
             model: x_t; may be empty where `proximal` is 0.
@@ -67,10 +67,10 @@ class LinearRule:
         """
         direction = gradients
         if self.decay:
-            torch._foreach_add_(direction, now, alpha=self.decay)
+            torch._foreach_add_(direction, parameters, alpha=self.decay)
         if self.proximal:
-            away = [part - start for part, start in zip(now, model, strict=True)]
-            torch._foreach_add_(direction, away, alpha=self.proximal)
+            offsets = [part - start for part, start in zip(parameters, model, strict=True)]
+            torch._foreach_add_(direction, offsets, alpha=self.proximal)
         if corrections:
             torch._foreach_add_(direction, corrections, alpha=1.0)
         if self.momentum:
@@ -78,7 +78,7 @@ class LinearRule:
                 part.mul_(self.momentum)
             torch._foreach_add_(velocity, direction, alpha=1.0)
             direction = velocity
-        torch._foreach_add_(now, direction, alpha=-lr)
+        torch._foreach_add_(parameters, direction, alpha=-lr)
 
 
 class Share(BaseModel):
@@ -95,8 +95,8 @@ class Share(BaseModel):
 
     def of(self, sizes: np.ndarray) -> np.ndarray:
         """Rows in a batch, int64 [C], of clients with so many rows, int64 [C]."""
-        rounded = np.round(np.round(self.share * sizes, 9)).astype(np.int64)
-        return np.clip(rounded, np.minimum(sizes, 1), sizes)
+        batch_rows = np.round(np.round(self.share * sizes, 9)).astype(np.int64)
+        return np.clip(batch_rows, np.minimum(sizes, 1), sizes)
 
 
 RULED = {"fresh", "step", "perturb", "train"}  # what makes another rule of a class
@@ -112,7 +112,7 @@ class Local(Schedule, WithServerState):
     noisy where the experiment asks for that.
     """
 
-    newer = frozenset({"epochs", "lr_period", "lr_last", "lr_warmup", "within"})
+    added_fields = frozenset({"epochs", "lr_period", "lr_last", "lr_warmup", "within"})
 
     steps: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Q, of every client; or `epochs` in its place, and none here"
@@ -161,7 +161,7 @@ class Local(Schedule, WithServerState):
         """A class with another rule does not inherit the coefficients of its base."""
         super().__pydantic_init_subclass__(**kwargs)
         if vars(cls).keys() & RULED and "linear" not in vars(cls):
-            cls.linear = _not_linear  # type: ignore[method-assign]
+            cls.linear = _no_linear_rule  # type: ignore[method-assign]
 
     # --- steps, batches and learning rates, as accountants and every backend know them ---
 
@@ -193,14 +193,14 @@ class Local(Schedule, WithServerState):
             return self.batch.of(sizes)
         return np.minimum(sizes, self.batch)
 
-    def rows_used(self, sizes: np.ndarray) -> np.ndarray:
+    def max_rows(self, sizes: np.ndarray) -> np.ndarray:
         """The rows that each client can train on in a round at most, int64 [C], of its `sizes`:
         all where batches are shares, or a user-defined class has `batch_sizes`, `step_counts` or
         `train`.
         """
         cls = type(self)
-        other = cls.batch_sizes is not Local.batch_sizes or cls.step_counts is not Local.step_counts
-        if other or self.trains or not isinstance(self.batch, int):
+        is_overridden = (cls.batch_sizes, cls.step_counts) != (Local.batch_sizes, Local.step_counts)
+        if is_overridden or self.trains or not isinstance(self.batch, int):
             return sizes
         return np.minimum(sizes, self.step_counts(sizes) * self.batch)
 
@@ -298,9 +298,10 @@ class Local(Schedule, WithServerState):
         """The update of a client that has no gradients (it failed, or has no data), float32 [d]."""
         return torch.zeros_like(view.model)
 
-    def next_state(self, moved: Tensor, view: View) -> Tensor | None:
+    def next_state(self, noisy_updates: Tensor, view: View) -> Tensor | None:
         """The state of clients for their next round, [k, d], where it was `view.state` before.
-        `moved` float64 [k, d] is what each sent, bounded and noisy, in units of updates.
+        `noisy_updates`, float64 [k, d], are what each sent, bounded, with noise, in units of
+        updates.
         """
         return None
 
@@ -323,8 +324,8 @@ def _check_personal(local: Local, setting: Setting) -> None:
         expected += "(Ditto), or a rule of your own with a step"
         raise ConfigError("personal.kind", local.kind, expected)
     if setting.local_parameters or "evaluate.fine_tune" in setting.kinds:
-        other = "model.local" if setting.local_parameters else "evaluate.fine_tune"
-        expected = f"none with {other}, which makes another model of each client's own"
+        conflicting_field = "model.local" if setting.local_parameters else "evaluate.fine_tune"
+        expected = f"none with {conflicting_field}, which makes another model of each client's own"
         raise ConfigError("personal", local.kind, expected)
     if isinstance(setting.held_out, dict):
         expected = "a share of every client's rows: clients that are held out train no model"
@@ -334,10 +335,10 @@ def _check_personal(local: Local, setting: Setting) -> None:
 def _check_train(local: Local) -> None:
     """Raises `ConfigError` for hooks next to a user-defined `train`, which nothing would call."""
     for name in ("step", "fresh", "perturb", "correction", "linear", "learning_rate"):
-        if getattr(type(local), name) not in (getattr(Local, name), _not_linear):
+        if getattr(type(local), name) not in (getattr(Local, name), _no_linear_rule):
             expected = f"a class without {name} next to train, as nothing calls it"
             raise ConfigError("local.kind", local.kind, expected)
 
 
-def _not_linear(self: Local) -> LinearRule | None:
+def _no_linear_rule(self: Local) -> LinearRule | None:
     return None

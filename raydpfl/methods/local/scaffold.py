@@ -85,15 +85,16 @@ class Scaffold(Sgd):
         """The update after which `next_state` gives a client its c_i as it was."""
         return -view.broadcast["c"] * self._path(view.lr)
 
-    def next_state(self, moved: torch.Tensor, view: View) -> torch.Tensor | None:
+    def next_state(self, noisy_updates: torch.Tensor, view: View) -> torch.Tensor | None:
         """c_i+ of clients that trained with `correction` and moved by this."""
-        return view.state.double() - view.broadcast["c"].double() - moved / self._path(view.lr)
+        difference = view.state.double() - view.broadcast["c"].double()
+        return difference - noisy_updates / self._path(view.lr)
 
     def receive(self, mean: np.ndarray, state: State, facts: Facts) -> None:
         """c+ from the mean of what the cohort moved by, each client with the same weight."""
         if not facts.cohort:
             return
         c = state["c"]
-        sent = mean * (facts.divisor / facts.cohort)
+        mean_update = mean * (facts.divisor / facts.cohort)
         share = facts.cohort / facts.population
-        state["c"] = c - share * (c + sent / self._path(facts.lr))
+        state["c"] = c - share * (c + mean_update / self._path(facts.lr))

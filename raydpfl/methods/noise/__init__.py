@@ -31,4 +31,4 @@ __all__ = [
     "whitening_matrix",
 ]
 
-FAMILY: dict[str, type[Noise]] = family(__name__, Noise, first=("none", "gaussian"))
+FAMILY: dict[str, type[Noise]] = family(__name__, Noise, leading_kinds=("none", "gaussian"))

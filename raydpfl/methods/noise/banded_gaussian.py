@@ -30,7 +30,7 @@ class BandedGaussian(ToeplitzGaussian):
         {"bands": 1, "multiplier": 1.0},
         {"bands": 3, "multiplier": 1.0, "coefficients": [1.0, 0.5, 0.25]},
     )
-    of_all_rounds = False
+    horizon_dependent = False
     kind: str = "banded_gaussian"
     bands: int = Field(
         ge=1, description="rounds that the noise of one is correlated with, itself among them"
@@ -40,7 +40,7 @@ class BandedGaussian(ToeplitzGaussian):
     )
 
     @model_validator(mode="after")
-    def _banded(self) -> BandedGaussian:
+    def _check_coefficients(self) -> BandedGaussian:
         c = self.coefficients
         if c is not None and not (len(c) == self.bands and c[0] > 0):
             expected = f"{self.bands} numbers, one a band, the first above 0"
@@ -58,7 +58,7 @@ class BandedGaussian(ToeplitzGaussian):
     def span(self) -> int:
         return self.bands
 
-    def fitted(self, setting: Setting) -> BandedGaussian:
+    def fit_matrix(self, setting: Setting) -> BandedGaussian:
         """The same noise with `coefficients` of norm 1: those given, or the best for so many rounds
         and the momentum of the server. Raises `ConfigError` for more bands than rounds, or, of
         those of least error, than rounds between two participations of a client.
@@ -85,17 +85,18 @@ class BandedSource(ReplayedSource):
     """
 
     def __init__(self, seed: int, coefficients: Sequence[float], d: int):
-        self._first = coefficients[0]
-        self._later = coefficients[1:]
+        self._leading_coefficient = coefficients[0]
+        self._other_coefficients = coefficients[1:]
         super().__init__(seed, d)
 
     def restart(self) -> None:
-        self._past: deque[np.ndarray] = deque(maxlen=len(self._later))  # the latest first
+        # the latest first
+        self._past: deque[np.ndarray] = deque(maxlen=len(self._other_coefficients))
 
-    def following(self, t: int) -> np.ndarray:
+    def next_noise(self, t: int) -> np.ndarray:
         y = server_noise(self.seed, t, 1.0, self.d)
-        for coefficient, past in zip(self._later, self._past, strict=False):
+        for coefficient, past in zip(self._other_coefficients, self._past, strict=False):
             y -= coefficient * past
-        y /= self._first
+        y /= self._leading_coefficient
         self._past.appendleft(y)
         return y

@@ -103,11 +103,11 @@ class Whitening:
         coefficients = self._noise.whitening(self._t)
         self._t += 1
         if self._count == len(self._past):
-            kept = self._past[self._count - min(self._count, len(coefficients) - 1) :]
-            self._count = len(kept)
-            room = np.empty((2 * len(kept) + 8, len(row)))
-            room[: len(kept)] = kept.reshape(len(kept), len(row))
-            self._past = room
+            recent_sums = self._past[self._count - min(self._count, len(coefficients) - 1) :]
+            self._count = len(recent_sums)
+            buffer = np.empty((2 * len(recent_sums) + 8, len(row)))
+            buffer[: len(recent_sums)] = recent_sums.reshape(len(recent_sums), len(row))
+            self._past = buffer
         self._past[self._count] = row
         self._count += 1
         return coefficients[::-1] @ self._past[self._count - len(coefficients) : self._count]
@@ -184,12 +184,12 @@ class Noise(Member):
         """`source`, by which a run asks for it: a member with a key of that name has this."""
         return self.source(seed, d)
 
-    def scores(self, drawn: np.ndarray, std: float) -> np.ndarray:
+    def scores(self, noise: np.ndarray, std: float) -> np.ndarray:
         """Noise on sums, or of clients on what they send, float64 [...] of this std each, as
         independent standard normals if it has its distribution: here over `std`. By these a run and
         `raydpfl check` test it.
         """
-        return drawn / std
+        return noise / std
 
     @property
     def repeatable(self) -> bool:
@@ -244,7 +244,7 @@ class Noise(Member):
         return False
 
     @property
-    def of_seed(self) -> bool:
+    def has_common_noise(self) -> bool:
         """Whether all runs with one seed have the same noise: the field `common`."""
         return getattr(self, "common", False)
 
@@ -289,10 +289,10 @@ class Noise(Member):
         """The override by which a run of `rounds` continues for more of them with the same noise;
         empty: none is needed. None: it cannot, as its size depends on all rounds.
         """
-        calibrated = self.calibrated_over(rounds)
-        if calibrated is None:
+        calibrated_rounds = self.calibrated_over(rounds)
+        if calibrated_rounds is None:
             return ""
-        return None if self.drawn_by() == "step" else f"noise.rounds={calibrated}"
+        return None if self.drawn_by() == "step" else f"noise.rounds={calibrated_rounds}"
 
     @property
     def stands_for(self) -> int | None:
@@ -307,13 +307,13 @@ class Noise(Member):
         """
         return cohorts
 
-    def placed(self, per_sample: bool, cohort_hidden: bool) -> Noise:
+    def resolve_placement(self, per_sample: bool, cohort_hidden: bool) -> Noise:
         """The same noise with `placement: auto` filled in, by whether samples' gradients are
         bounded, and whether the size of a cohort is a secret.
         """
         return self
 
-    def resolved(self, setting: Setting, cohorts: Sampling) -> Noise:
+    def resolve(self, setting: Setting, cohorts: Sampling) -> Noise:
         """The same noise with all that depends on the run filled in, as its config is written.
         Raises `ConfigError` where it does not protect such cohorts.
         """
@@ -338,10 +338,10 @@ class Noise(Member):
             expected += f"{setting.kinds['noise']} is scaled by that bound"
             raise ConfigError("bounding.kind", setting.kinds["bounding"], expected)
         scheme = cohorts()
-        accounted = self.sampling(scheme)
+        sampling = self.sampling(scheme)
         stateful = setting.kinds[setting.stateful[0]] if setting.stateful else ""
         mechanism = Mechanism(
-            accounted,
+            sampling,
             on_sums.queries(setting, 1.0),
             setting.rounds,
             placement=placement,
@@ -350,20 +350,20 @@ class Noise(Member):
             or ("privacy.individual" if setting.individual else ""),
             noise_in_state="local" in setting.stateful and placement == "client",
             survey=setting.survey,
-            integer=self.integers(accounted.cohort, 1),
+            integer=self.integers(sampling.cohort, 1),
             laplace=self.laplace,
             colluders=setting.colluders,
         )
-        exclusions = on_sums.excluded(setting, self.of_seed, scheme=accounted.scheme)
+        exclusions = on_sums.list_exclusions(setting, self.has_common_noise, scheme=sampling.scheme)
         if self.stands_for is not None:
             exclusions += (
-                f"the {scheme.cohort} clients simulated in a round stand for {accounted.cohort} of "
-                f"{accounted.population}, whose guarantee this is",
+                f"the {scheme.cohort} clients simulated in a round stand for {sampling.cohort} of "
+                f"{sampling.population}, whose guarantee this is",
             )
-        if mechanism.unproved:
-            exclusions += (mechanism.unproved,)
+        if mechanism.proof_gap:
+            exclusions += (mechanism.proof_gap,)
         mechanism = replace(mechanism, exclusions=exclusions, factors=self._factors(setting))
-        on_sums.check_covered(setting, mechanism, self.terms_in(setting).relation)
+        on_sums.check_coverage(setting, mechanism, self.terms_in(setting).relation)
         return mechanism
 
     def integers(self, cohort: int, d: int) -> IntegerNoise | None:
@@ -402,7 +402,7 @@ class Noise(Member):
             expected = "one that leaves some client, and its noise, in every round of the run"
             raise ConfigError("selection.dropout", facts.setting.dropout, expected)
         queries = on_sums.queries(facts.setting, self.size(outline, facts))
-        return replace(outline, queries=queries, rounds=facts.rounds).asking(facts.surveys)
+        return replace(outline, queries=queries, rounds=facts.rounds).with_surveys(facts.surveys)
 
     def variances(
         self, seed: int, sizes: np.ndarray, batches: np.ndarray, root: Path | None

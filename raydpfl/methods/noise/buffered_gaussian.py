@@ -14,7 +14,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.methods.noise.base import NoiseSource
 from raydpfl.methods.noise.correlated import ReplayedSource, ToeplitzGaussian
 from raydpfl.methods.noise.keyed_noise import server_noise
-from raydpfl.privacy.factorization import buffered, buffered_toeplitz
+from raydpfl.privacy.factorization import buffered_column, buffered_toeplitz
 
 
 class BufferedGaussian(ToeplitzGaussian):
@@ -40,7 +40,7 @@ class BufferedGaussian(ToeplitzGaussian):
     )
 
     @model_validator(mode="after")
-    def _shaped(self) -> BufferedGaussian:
+    def _check_shapes(self) -> BufferedGaussian:
         expected = f"{self.buffers} numbers from 0, one a buffer, that add up to at most 1"
         values = self.scales
         if values is not None and not (
@@ -66,17 +66,17 @@ class BufferedGaussian(ToeplitzGaussian):
         assert self.decays is not None and self.scales is not None and self.norm is not None
         return _column(self.decays, self.scales, rounds) / self.norm
 
-    def fitted(self, setting: Setting) -> BufferedGaussian:
+    def fit_matrix(self, setting: Setting) -> BufferedGaussian:
         decays, scales = self.decays, self.scales
         if decays is None or scales is None:
-            most = setting.min_separation, setting.most_participations
-            best = buffered_toeplitz(self.buffers, setting.rounds, setting.momentum, *most)
+            limits = setting.min_separation, setting.most_participations
+            best = buffered_toeplitz(self.buffers, setting.rounds, setting.momentum, *limits)
             decays, scales = (tuple(values.tolist()) for values in best)
         norm = self.norm or float(np.linalg.norm(_column(decays, scales, setting.rounds)))
         return self.model_copy(update={"decays": decays, "scales": scales, "norm": norm})
 
 
-_column = lru_cache(maxsize=8)(buffered)
+_column = lru_cache(maxsize=8)(buffered_column)
 
 
 class BufferedSource(ReplayedSource):
@@ -99,7 +99,7 @@ class BufferedSource(ReplayedSource):
     def restart(self) -> None:
         self._buffers = np.zeros((len(self._decays), self.d))
 
-    def following(self, t: int) -> np.ndarray:
+    def next_noise(self, t: int) -> np.ndarray:
         y = server_noise(self.seed, t, self._norm, self.d)
         for scale, buffer in zip(self._scales, self._buffers, strict=True):
             y -= scale * buffer

@@ -22,59 +22,60 @@ class CorrelatedGaussian(Gaussian):
     independent z of N(0, std^2 I) (`raydpfl.privacy.factorization`). `epsilon`, `multiplier` and
     `std` are those of z.
 
-    A member gives `squares`, `fitted`, `source` and `whitening`. Its fields are what C follows
-    from; `fitted` fills in those that are None, so that a resumed run cannot come to others.
+    A member gives `squares`, `fit_matrix`, `source` and `whitening`. Its fields are what C follows
+    from; `fit_matrix` fills in those that are None, so that a resumed run cannot come to others.
     """
 
     accounted_with = ("server",)  # C is fitted to it
-    of_all_rounds: ClassVar[bool] = True  # whether what some rounds cost depends on how many follow
+    # whether what some rounds cost depends on how many follow
+    horizon_dependent: ClassVar[bool] = True
     kind: str = ""
     placement: Literal["server"] = Field(default="server", description="who draws it")
 
     @model_validator(mode="after")
-    def _rigorous(self) -> CorrelatedGaussian:
+    def _check_calibration(self) -> CorrelatedGaussian:
         expected = "rigorous: the papers have no formula for noise that is correlated over rounds"
         self._refuse("calibration", expected)
         self._refuse("schedule", "none with noise that is correlated over the rounds")
-        if self.of_all_rounds:
+        if self.horizon_dependent:
             self._refuse("rounds", "none with noise that is correlated over all rounds of the run")
         return self
 
     def extension(self, rounds: int) -> str | None:
         override = super().extension(rounds)
-        return None if override and self.of_all_rounds else override
+        return None if override and self.horizon_dependent else override
 
     def span(self) -> int | None:
         """How many rounds the noise of one is correlated with, itself among them; None: all."""
         return None
 
-    def fitted(self, setting: Setting) -> CorrelatedGaussian:
+    def fit_matrix(self, setting: Setting) -> CorrelatedGaussian:
         """The same noise with all fields that C follows from. Raises `ConfigError` where there is
         no such C.
         """
         return self
 
     def squares(self, rounds: int, separation: int, participations: int) -> np.ndarray:
-        """Of `fitted` noise, the squared sensitivity of 1, 2, ... participations of a client, for
+        """The squared sensitivity, once C is fitted, of 1, 2, ... participations of a client, for
         updates of norm at most 1 at least `separation` rounds apart: float64 [at most
         participations]. Raises `ConfigError` where no theorem covers it.
         """
         raise NotImplementedError
 
-    def resolved(self, setting: Setting, cohorts: Sampling) -> CorrelatedGaussian:
-        """`fitted` to the run. Raises `ConfigError` where it is not covered."""
+    def resolve(self, setting: Setting, cohorts: Sampling) -> CorrelatedGaussian:
+        """What `fit_matrix` gives for the run. Raises `ConfigError` where it is not covered."""
         reason = covered(cohorts, setting.min_separation, self.span())
         if reason:
             raise ConfigError("noise.kind", self.kind, f"another: {reason}")
-        return self.fitted(setting)
+        return self.fit_matrix(setting)
 
     def outline(self, setting: Setting, cohorts: Callable[[], Sampling]) -> Mechanism | None:
         outline = super().outline(setting, cohorts)
-        noise = self.resolved(setting, cohorts())
+        noise = self.resolve(setting, cohorts())
         if outline is None or outline.sampling.hidden:  # a turn costs what independent noise costs
             return outline
-        most = setting.min_separation, setting.most_participations
-        return replace(outline, squares=tuple(noise.squares(setting.rounds, *most).tolist()))
+        limits = setting.min_separation, setting.most_participations
+        return replace(outline, squares=tuple(noise.squares(setting.rounds, *limits).tolist()))
 
 
 class ToeplitzGaussian(CorrelatedGaussian):
@@ -83,7 +84,7 @@ class ToeplitzGaussian(CorrelatedGaussian):
     """
 
     def column(self, rounds: int) -> np.ndarray:
-        """Of `fitted` noise, the first column of C in so many rounds, as far as it is not 0."""
+        """The first column of C, once it is fitted, in so many rounds, as far as it is not 0."""
         raise NotImplementedError
 
     def whitening(self, t: int) -> np.ndarray:
@@ -97,7 +98,7 @@ class ReplayedSource(NoiseSource):
     """A source whose noise of a round follows from that of the rounds before: a function of (seed,
     round) alone. Asked for any round but the next (after a resume, or for a round that was cut off)
     it draws again from round 0, so that nothing need be in a checkpoint. A class gives `restart`
-    and `following`.
+    and `next_noise`.
     """
 
     def __init__(self, seed: int, d: int):
@@ -109,7 +110,7 @@ class ReplayedSource(NoiseSource):
         """Forgets all rounds."""
         raise NotImplementedError
 
-    def following(self, t: int) -> np.ndarray:
+    def next_noise(self, t: int) -> np.ndarray:
         """The noise y of round t for z of std 1, float64 [d], called for t = 0, 1, ... in turn."""
         raise NotImplementedError
 
@@ -119,6 +120,6 @@ class ReplayedSource(NoiseSource):
             self._next = 0
             self.restart()
         while self._next <= t:
-            y = self.following(self._next)
+            y = self.next_noise(self._next)
             self._next += 1
         return y * std

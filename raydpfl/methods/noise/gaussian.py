@@ -141,7 +141,7 @@ class Gaussian(Noise):
         assert self.placement != "auto"  # which is filled in when the config is read
         return self.placement
 
-    def placed(self, per_sample: bool, cohort_hidden: bool) -> Gaussian:
+    def resolve_placement(self, per_sample: bool, cohort_hidden: bool) -> Gaussian:
         if self.placement != "auto":
             return self
         placement = "step" if per_sample else "server" if cohort_hidden else "client"
@@ -193,14 +193,14 @@ class Gaussian(Noise):
             return privacy.paper_multiplier(target, outline.sampling, rounds, self.delta, self.v)
         setting = facts.setting
         terms = self.terms_in(setting)
-        accountants = on_sums.covering(setting, outline, terms.relation)
+        accountants = on_sums.covering_accountants(setting, outline, terms.relation)
         release = replace(outline, rounds=rounds, factors=outline.factors[: self.rounds])
-        release = release.asking(facts.calibrated_surveys)
+        release = release.with_surveys(facts.calibrated_surveys)
 
         def calibrate(name: str) -> float:
             return privacy.noise_for(target, release, terms.relation, terms.delta, name, rounds)
 
-        return on_sums.first_that_can(setting, accountants, calibrate, "paper")
+        return on_sums.calibrate_first(setting, accountants, calibrate, "paper")
 
     # --- at local steps: of each client, for the rounds that it takes part in (002, 003) ---
 
@@ -208,44 +208,44 @@ class Gaussian(Noise):
         if self.drawn_by() != "step":
             return super().calibrated(outline, facts)
         setting = facts.setting
-        excluded = on_sums.excluded(setting, self.of_seed, at_steps=True)
+        exclusions = on_sums.list_exclusions(setting, self.has_common_noise, at_steps=True)
         steps = facts.local.step_counts(facts.sizes)
-        what: dict[str, Any] = {
+        step_arguments: dict[str, Any] = {
             "samples": facts.sizes,
             "batch": _batch(facts),
             "steps": int(steps[0]) if (steps == steps[0]).all() else steps,
             "bound": setting.per_sample_bound,
             "delta": self.delta,
             "sampling": facts.local.sampling,
-            "exclusions": (*setting.sample_exclusions, *excluded),
+            "exclusions": (*setting.sample_exclusions, *exclusions),
             "side_query": setting.loss_query,
         }
         if self.epsilon is not None:
-            return self._calibrated_steps(facts, what)
-        silent = LocalSteps(stds=np.zeros(len(facts.sizes)), **what)
+            return self._calibrated_steps(facts, step_arguments)
+        noiseless_steps = LocalSteps(stds=np.zeros(len(facts.sizes)), **step_arguments)
         if self.std is not None:  # of the mean gradient
-            return replace(silent, stds=np.full(len(silent.samples), self.std))
+            return replace(noiseless_steps, stds=np.full(len(noiseless_steps.samples), self.std))
         assert self.multiplier is not None
-        stds = self.multiplier * silent.bound / np.maximum(silent.batches, 1)
-        return replace(silent, stds=stds)
+        stds = self.multiplier * noiseless_steps.bound / np.maximum(noiseless_steps.batches, 1)
+        return replace(noiseless_steps, stds=stds)
 
-    def _calibrated_steps(self, facts: RunFacts, what: dict[str, Any]) -> LocalSteps:
+    def _calibrated_steps(self, facts: RunFacts, step_arguments: dict[str, Any]) -> LocalSteps:
         accountants = privacy.rigorous(facts.setting.accountants)
         if self.calibration != "rigorous":
             accountants = accountants or ("pld",)
         counts = np.zeros(len(facts.sizes), np.int64)
         for clients in facts.draws():
             np.add.at(counts, clients, 1)
-        what |= {
+        step_arguments |= {
             "participations": counts,
             "budgets": self._budgets(facts.seed, len(facts.sizes), facts.data_root),
             "calibration": self.calibration,
         }
 
         def calibrate(name: str) -> LocalSteps:
-            return privacy.calibrate_local_steps(accountant=name, **what)
+            return privacy.calibrate_local_steps(accountant=name, **step_arguments)
 
-        return on_sums.first_that_can(facts.setting, accountants, calibrate, "paper or tcdp")
+        return on_sums.calibrate_first(facts.setting, accountants, calibrate, "paper or tcdp")
 
     def variances(
         self, seed: int, sizes: np.ndarray, batches: np.ndarray, root: Path | None
@@ -276,8 +276,8 @@ class Gaussian(Noise):
             raise ConfigError("noise.virtual_cohort", size, expected)
         population = self.virtual_population or round(cohorts.population * size / cohorts.cohort)
         if population < size or (cohorts.everyone and population != size):
-            least = "exactly" if cohorts.everyone else "at least"
-            expected = f"{least} noise.virtual_cohort, {size}, with {cohorts}"
+            quantifier = "exactly" if cohorts.everyone else "at least"
+            expected = f"{quantifier} noise.virtual_cohort, {size}, with {cohorts}"
             raise ConfigError("noise.virtual_population", population, expected)
         return replace(cohorts, population=population, cohort=size)
 
@@ -335,8 +335,8 @@ class Gaussian(Noise):
     def warnings(self, setting: Setting) -> tuple[str, ...]:
         if self.rounds is None or self.rounds == setting.rounds:
             return ()
-        first = f"noise.epsilon {self.epsilon} is what {self.rounds} rounds spend"
-        return (f"{first}; guarantees say what all {setting.rounds} do",)
+        clause = f"noise.epsilon {self.epsilon} is what {self.rounds} rounds spend"
+        return (f"{clause}; guarantees say what all {setting.rounds} do",)
 
 
 def _batch(facts: RunFacts) -> int | np.ndarray | None:

@@ -13,7 +13,7 @@ import torch
 from raydpfl.core.prng import Purpose, clients_normals, named_stream, normals, stream
 
 QUERIES = ("count", "losses")  # their streams are numbered in this order, all others are named
-_TOGETHER = 4096  # clients whose noise on a histogram is added up at once
+_GROUP_SIZE = 4096  # clients whose noise on a histogram is added up at once
 
 
 def client_noise(
@@ -27,15 +27,15 @@ def client_noise(
     """The noise of C clients on their updates, float64 [C, d]. Arguments as for
     `Noise.on_clients`.
     """
-    drawn = clients_normals(seed, Purpose.CLIENT_NOISE, d, t=t, clients=clients, draws=draws)
-    return _scaled(drawn, std)
+    z = clients_normals(seed, Purpose.CLIENT_NOISE, d, t=t, clients=clients, draws=draws)
+    return _scale_noise(z, std)
 
 
 def server_noise(seed: int, t: int, std: float, d: int, step: int = 0) -> np.ndarray:
     """The noise on the sum of round t, drawn once by the server: float64 [d] of this std; with
     another `step` another draw of the round.
     """
-    return _scaled(normals(seed, Purpose.SERVER_NOISE, d, t=t, step=step), std)
+    return _scale_noise(normals(seed, Purpose.SERVER_NOISE, d, t=t, step=step), std)
 
 
 def query_noise(
@@ -46,10 +46,10 @@ def query_noise(
     """
     key = {"t": t, "client": client, "draw": draw}
     if query in QUERIES:
-        drawn = stream(seed, Purpose.QUERY_NOISE, step=QUERIES.index(query), **key)
+        generator = stream(seed, Purpose.QUERY_NOISE, step=QUERIES.index(query), **key)
     else:
-        drawn = named_stream(seed, Purpose.QUERY_NOISE, query, **key)
-    return float(drawn.standard_normal() * std)
+        generator = named_stream(seed, Purpose.QUERY_NOISE, query, **key)
+    return float(generator.standard_normal() * std)
 
 
 def survey_noise(
@@ -59,15 +59,15 @@ def survey_noise(
     `clients` that each draw std / sqrt(clients), or, with None, of the server.
     """
     if clients is None:
-        return _scaled(normals(seed, Purpose.SURVEY_NOISE, bins, t=t), std)
+        return _scale_noise(normals(seed, Purpose.SURVEY_NOISE, bins, t=t), std)
     total = np.zeros(bins)
-    for first in range(0, clients, _TOGETHER):  # in client order
-        some = np.arange(first, min(first + _TOGETHER, clients))
-        nth = np.zeros_like(some)
-        drawn = clients_normals(seed, Purpose.SURVEY_NOISE, bins, t=t, clients=some, draws=nth)
-        total += drawn.numpy().sum(axis=0, dtype=np.float64)
+    for start in range(0, clients, _GROUP_SIZE):  # in client order
+        group = np.arange(start, min(start + _GROUP_SIZE, clients))
+        draws = np.zeros_like(group)
+        z = clients_normals(seed, Purpose.SURVEY_NOISE, bins, t=t, clients=group, draws=draws)
+        total += z.numpy().sum(axis=0, dtype=np.float64)
     return total * (std / math.sqrt(clients))
 
 
-def _scaled(drawn: torch.Tensor, std: float) -> np.ndarray:
-    return np.multiply(drawn.numpy(), std, dtype=np.float64)
+def _scale_noise(z: torch.Tensor, std: float) -> np.ndarray:
+    return np.multiply(z.numpy(), std, dtype=np.float64)

@@ -33,7 +33,7 @@ class Laplace(Gaussian):
     placement: Literal["server"] = Field(default="server", description="who draws it")
 
     @model_validator(mode="after")
-    def _rigorous(self) -> Laplace:
+    def _check_calibration(self) -> Laplace:
         self._refuse("calibration", "rigorous: the papers' formulas are for Gaussian noise")
         return self
 
@@ -41,21 +41,21 @@ class Laplace(Gaussian):
         if setting.bound_order != 1:
             expected = "clip_l1, or another that bounds in L1, with Laplace noise"
             raise ConfigError("bounding.kind", setting.kinds["bounding"], expected)
-        for field, asked in (
+        for field, requested_feature in (
             ("selection.loss_std", setting.loss_query), ("evaluate.histogram", setting.survey),
             ("privacy.individual", setting.individual), ("bounding.kind", setting.queries),
         ):  # fmt: skip
-            if asked:
+            if requested_feature:
                 expected = "none next to Laplace noise, which is on the sum of updates alone"
-                raise ConfigError(field, str(asked), expected)
+                raise ConfigError(field, str(requested_feature), expected)
 
     def source(self, seed: int, d: int) -> NoiseSource:
         return LaplaceSource(seed, d)
 
-    def scores(self, drawn: np.ndarray, std: float) -> np.ndarray:
+    def scores(self, noise: np.ndarray, std: float) -> np.ndarray:
         from scipy.special import ndtri  # which those who train do without
 
-        z = np.asarray(drawn) * (math.sqrt(2) / std)
+        z = np.asarray(noise) * (math.sqrt(2) / std)
         return np.sign(z) * -ndtri(np.exp(-np.abs(z)) / 2)
 
 
@@ -63,5 +63,5 @@ class LaplaceSource(NoiseSource):
     """Independent Laplace noise of every round."""
 
     def on_sum(self, t: int, std: float) -> np.ndarray:
-        drawn = named_stream(self.seed, Purpose.SERVER_NOISE, "laplace", t=t)
-        return drawn.laplace(scale=std / math.sqrt(2), size=self.d)
+        generator = named_stream(self.seed, Purpose.SERVER_NOISE, "laplace", t=t)
+        return generator.laplace(scale=std / math.sqrt(2), size=self.d)

@@ -10,7 +10,7 @@ from raydpfl.config.setting import Setting
 from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import Mechanism, Query, Relation, SamplingScheme
-from raydpfl.privacy.guarantee import DECLARED
+from raydpfl.privacy.guarantee import DECLARED_SUFFIX
 
 SHOWN = (
     "the tables and figures of this run show exact norms, losses and scores, which are not "
@@ -45,34 +45,34 @@ def queries(setting: Setting, z: float) -> tuple[Query, ...]:
     `z` is the noise multiplier, std of the sum / bound, of all queries together but the losses.
     Raises `ConfigError` for two queries of one name, by which their noise is keyed.
     """
-    asked = setting.queries
-    names = [query.name for query in asked]
+    bounding_queries = setting.queries
+    names = [query.name for query in bounding_queries]
     if len({*names, *RESERVED}) < len(names) + len(RESERVED):
         expected = "a class whose queries have names that differ, none of them "
         expected += f"{', '.join(RESERVED)}; here they are {', '.join(map(str, names))}"
         raise ConfigError("bounding.kind", setting.kinds["bounding"], expected)
-    rest = 1 - sum(query.share for query in asked)
-    sums = [Query("updates", 1.0, z / math.sqrt(rest))]
-    sums += [Query(q.name, q.bound, q.bound * z / math.sqrt(q.share)) for q in asked]
+    update_share = 1 - sum(query.share for query in bounding_queries)
+    sums = [Query("updates", 1.0, z / math.sqrt(update_share))]
+    sums += [Query(q.name, q.bound, q.bound * z / math.sqrt(q.share)) for q in bounding_queries]
     return (*sums, *([setting.loss_query] if setting.loss_query else []))
 
 
-def excluded(
+def list_exclusions(
     setting: Setting, common: bool, at_steps: bool = False, scheme: SamplingScheme | None = None
 ) -> tuple[str, ...]:
     """What no accountant counts, in words: the `exclusions` of a guarantee. `common`: whether all
     runs with one seed have the same noise; `at_steps`: whether it is drawn at local steps;
     `scheme`: of the cohorts.
     """
-    declared = [*(AT_STEPS if at_steps else ON_SUMS).items()]
+    declared_facts = [*(AT_STEPS if at_steps else ON_SUMS).items()]
     if setting.loss_query is not None:
-        declared.append(("selection", "losses that differ from the query"))
-    named = () if scheme is None or not is_user_defined(type(scheme)) else (type(scheme).__name__,)
+        declared_facts.append(("selection", "losses that differ from the query"))
+    names = () if scheme is None or not is_user_defined(type(scheme)) else (type(scheme).__name__,)
     return (
-        *(f"privacy losses above those declared by {name} {DECLARED}" for name in named),
+        *(f"privacy losses above those declared by {name} {DECLARED_SUFFIX}" for name in names),
         *(
-            f"{fact} declared by {setting.kinds[section]} {DECLARED}"
-            for section, fact in declared
+            f"{fact} declared by {setting.kinds[section]} {DECLARED_SUFFIX}"
+            for section, fact in declared_facts
             if section in setting.user_defined
         ),
         *setting.exclusions,
@@ -81,13 +81,15 @@ def excluded(
     )
 
 
-def covering(setting: Setting, mechanism: Mechanism, relation: Relation) -> tuple[str, ...]:
+def covering_accountants(
+    setting: Setting, mechanism: Mechanism, relation: Relation
+) -> tuple[str, ...]:
     """The rigorous accountants among those asked for that cover the mechanism."""
-    asked = privacy.rigorous(setting.accountants)
-    return tuple(name for name in asked if not privacy.covers(name, mechanism, relation))
+    rigorous_names = privacy.rigorous(setting.accountants)
+    return tuple(name for name in rigorous_names if not privacy.covers(name, mechanism, relation))
 
 
-def first_that_can(
+def calibrate_first(
     setting: Setting, accountants: Sequence[str], calibrate: Callable[[str], T], instead: str
 ) -> T:
     """The result of `calibrate` for the first accountant that it does not refuse. If it refuses
@@ -106,22 +108,22 @@ def first_that_can(
     raise refusals[0]
 
 
-def check_covered(setting: Setting, mechanism: Mechanism, relation: Relation) -> None:
+def check_coverage(setting: Setting, mechanism: Mechanism, relation: Relation) -> None:
     """Raises `ConfigError`, with what to change, for a mechanism that none of the rigorous
     accountants asked for covers.
     """
     accountant = next(iter(privacy.rigorous(setting.accountants)), None)
-    if accountant is None or covering(setting, mechanism, relation):
+    if accountant is None or covering_accountants(setting, mechanism, relation):
         return
     by_clients = mechanism.placement == "client"
     reason = privacy.covers(accountant, mechanism, relation)
     assert reason is not None
     if setting.cohort_hidden and by_clients:
         raise ConfigError("noise.placement", "client", f"server or auto: {reason}")
-    others = [other for other in RELATIONS if not privacy.covers(accountant, mechanism, other)]
-    if not others:
+    alternatives = [name for name in RELATIONS if not privacy.covers(accountant, mechanism, name)]
+    if not alternatives:
         raise ConfigError("privacy.accountants", accountant, f"one that covers the run: {reason}")
-    expected = f"{' or '.join(others)} with selection.kind {setting.kinds['selection']}"
+    expected = f"{' or '.join(alternatives)} with selection.kind {setting.kinds['selection']}"
     by_server = replace(mechanism, placement="server")
     if by_clients and not privacy.covers(accountant, by_server, relation):
         expected += f"; or {relation} with noise.placement server"

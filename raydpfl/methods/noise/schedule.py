@@ -27,9 +27,9 @@ class NoiseSchedule(Section):
     )
 
     @model_validator(mode="after")
-    def _consistent(self) -> "NoiseSchedule":
-        first = [t for t, _ in self.phases]
-        if min(first, default=0) < 0 or len({*first}) < len(first):
+    def _check_consistency(self) -> "NoiseSchedule":
+        first_rounds = [t for t, _ in self.phases]
+        if min(first_rounds, default=0) < 0 or len({*first_rounds}) < len(first_rounds):
             expected = "pairs whose first rounds are 0 or more, each once"
             raise ConfigError("noise.schedule.phases", self.phases, expected)
         if self.every > 1 and self.decay == 1:

@@ -72,7 +72,7 @@ class SecureSum(Sourced):
     )
 
     @model_validator(mode="after")
-    def _of_integers(self) -> SecureSum:
+    def _check_integer_fields(self) -> SecureSum:
         self._refuse("calibration", "rigorous: no paper's formula is for integers")
         self._refuse("schedule", "none with a sum of integers, whose step is for one std")
         self._refuse("virtual_cohort", "none with a sum of integers, whose width is for those")
@@ -91,8 +91,8 @@ class SecureSum(Sourced):
     def repeatable(self) -> bool:
         return self.source == "keyed"
 
-    def scores(self, drawn: np.ndarray, std: float) -> np.ndarray:
-        return self.noise_distribution(std).scores(drawn)
+    def scores(self, noise: np.ndarray, std: float) -> np.ndarray:
+        return self.noise_distribution(std).scores(noise)
 
     def check(self, setting: Setting) -> None:
         if setting.queries:
@@ -119,8 +119,8 @@ class SecureSum(Sourced):
             return None
         distribution = self.noise_distribution(std)
         rows = np.empty((len(clients), d))
-        keyed = bit_streams(seed, Purpose.CLIENT_NOISE, t=t, clients=clients, draws=draws)
-        for row, bits in zip(rows, keyed, strict=True):
+        bit_generators = bit_streams(seed, Purpose.CLIENT_NOISE, t=t, clients=clients, draws=draws)
+        for row, bits in zip(rows, bit_generators, strict=True):
             row[:] = distribution.sample(bits.random_raw if self.repeatable else system_words, d)
         return rows
 
@@ -129,8 +129,8 @@ class SecureSum(Sourced):
 
     def calibrated(self, outline: Mechanism | None, facts: RunFacts) -> Release | None:
         assert outline is not None
-        sized = replace(outline, integer=self.integers(outline.sampling.cohort, facts.d))
-        release = super().calibrated(sized, facts)
+        sized_outline = replace(outline, integer=self.integers(outline.sampling.cohort, facts.d))
+        release = super().calibrated(sized_outline, facts)
         assert isinstance(release, Mechanism) and release.integer is not None
         std = release.integer.lattice(release.noise_multiplier).std
         if not release.private:
@@ -148,9 +148,9 @@ class IntegerSource(NoiseSource):
         self._noise = noise
 
     def on_sum(self, t: int, std: float) -> np.ndarray:
-        keyed = stream(self.seed, Purpose.SERVER_NOISE, t=t).bit_generator.random_raw
+        keyed_words = stream(self.seed, Purpose.SERVER_NOISE, t=t).bit_generator.random_raw
         distribution = self._noise.noise_distribution(std)
-        return distribution.sample(keyed if self._noise.repeatable else system_words, self.d)
+        return distribution.sample(keyed_words if self._noise.repeatable else system_words, self.d)
 
 
 class DiscreteGaussian(SecureSum):
@@ -167,8 +167,8 @@ class DiscreteGaussian(SecureSum):
         return distributions.discrete_gaussian(std)
 
     def integers(self, cohort: int, d: int) -> IntegerNoise:
-        of = DistributedDiscreteGaussian if self.drawn_by() == "client" else IntegerNoise
-        return of(self.bits, cohort, d, self.rotation)
+        noise_class = DistributedDiscreteGaussian if self.drawn_by() == "client" else IntegerNoise
+        return noise_class(self.bits, cohort, d, self.rotation)
 
 
 class Skellam(SecureSum):

@@ -13,8 +13,8 @@ from raydpfl.methods.noise.base import NoiseSource
 from raydpfl.methods.noise.correlated import ToeplitzGaussian
 from raydpfl.privacy.factorization import square_root
 
-KEPT = 1 << 26  # bytes of normals that are kept; more are drawn again in every round
-TOGETHER = 8  # rounds whose normals are added up as one
+CACHE_BYTES = 1 << 26  # bytes of normals that are kept; more are drawn again in every round
+BLOCK_ROUNDS = 8  # rounds whose normals are added up as one
 
 
 class SquareRootGaussian(ToeplitzGaussian):
@@ -44,7 +44,7 @@ class SquareRootGaussian(ToeplitzGaussian):
         assert self.momentum is not None and self.norm is not None
         return _root(rounds, self.momentum) / self.norm
 
-    def fitted(self, setting: Setting) -> SquareRootGaussian:
+    def fit_matrix(self, setting: Setting) -> SquareRootGaussian:
         momentum = setting.momentum if self.momentum is None else self.momentum
         norm = self.norm or float(np.linalg.norm(_root(setting.rounds, momentum)))
         return self.model_copy(update={"momentum": momentum, "norm": norm})
@@ -72,25 +72,25 @@ class SquareRootSource(NoiseSource):
         super().__init__(seed, d)
         self._momentum = momentum
         self._norm = norm
-        self._kept: dict[int, np.ndarray] = {}  # by number of a whole block of rounds
+        self._normals_cache: dict[int, np.ndarray] = {}  # by number of a whole block of rounds
 
     def on_sum(self, t: int, std: float) -> np.ndarray:
         """See `NoiseSource.on_sum`; `std` is that of z."""
         entries = _inverse(1 << (t + 1).bit_length(), self._momentum)[t::-1] * self._norm
         total = np.zeros(self.d)
-        for first in range(0, t + 1, TOGETHER):
-            z = self._normals(first, min(t + 1 - first, TOGETHER))
-            total += np.einsum("s,sd->d", entries[first : first + len(z)], z)
+        for start in range(0, t + 1, BLOCK_ROUNDS):
+            z = self._normals(start, min(t + 1 - start, BLOCK_ROUNDS))
+            total += np.einsum("s,sd->d", entries[start : start + len(z)], z)
         return total * std
 
-    def _normals(self, first: int, count: int) -> np.ndarray:
+    def _normals(self, start: int, count: int) -> np.ndarray:
         """Those of `count` rounds, float32 [count, d]."""
-        if first in self._kept:
-            return self._kept[first][:count]
-        rounds = range(first, first + count)
+        if start in self._normals_cache:
+            return self._normals_cache[start][:count]
+        rounds = range(start, start + count)
         z = np.stack(
             [normals(self.seed, Purpose.SERVER_NOISE, self.d, t=s).numpy() for s in rounds]
         )
-        if count == TOGETHER and (len(self._kept) + 1) * z.nbytes <= KEPT:
-            self._kept[first] = z
+        if count == BLOCK_ROUNDS and (len(self._normals_cache) + 1) * z.nbytes <= CACHE_BYTES:
+            self._normals_cache[start] = z
         return z

@@ -32,8 +32,8 @@ class TreeGaussian(CorrelatedGaussian):
         return TreeSource(seed, self.restart, d)
 
     def whitening(self, t: int) -> np.ndarray:
-        first = t // self.restart * self.restart if self.restart else 0
-        return _whitening(1 << (t - first).bit_length())[t - first, t - first :: -1]
+        tree_start = t // self.restart * self.restart if self.restart else 0
+        return _whitening(1 << (t - tree_start).bit_length())[t - tree_start, t - tree_start :: -1]
 
     def squares(self, rounds: int, separation: int, participations: int) -> np.ndarray:
         return tree_squares(rounds, separation, participations, self.restart)
@@ -50,7 +50,7 @@ class SumsOfTree:
         self._round = 0
         self._nodes: list[np.ndarray] = []  # that the sum so far consists of, the largest first
 
-    def following(self, draw: Callable[[int], np.ndarray]) -> np.ndarray:
+    def next_sum(self, draw: Callable[[int], np.ndarray]) -> np.ndarray:
         """The noise in the sum after the next round, an array like those that `draw` gives: the
         noise of the node of this height that the round completes.
         """
@@ -77,11 +77,11 @@ def _whitening(rounds: int) -> np.ndarray:
     """
     from scipy.linalg import cholesky, solve_triangular
 
-    drawn = iter(np.eye(2 * rounds))
+    unit_rows = iter(np.eye(2 * rounds))
     tree = SumsOfTree()
-    sums = np.stack([tree.following(lambda height: next(drawn)) for _ in range(rounds)])
-    each = np.diff(sums, axis=0, prepend=0.0)
-    return solve_triangular(cholesky(each @ each.T, lower=True), np.eye(rounds), lower=True)
+    sums = np.stack([tree.next_sum(lambda height: next(unit_rows)) for _ in range(rounds)])
+    noise = np.diff(sums, axis=0, prepend=0.0)
+    return solve_triangular(cholesky(noise @ noise.T, lower=True), np.eye(rounds), lower=True)
 
 
 class TreeSource(ReplayedSource):
@@ -95,12 +95,12 @@ class TreeSource(ReplayedSource):
 
     def restart(self) -> None:
         self._tree = SumsOfTree()
-        self._before = np.zeros(self.d)
+        self._previous_total = np.zeros(self.d)
 
-    def following(self, t: int) -> np.ndarray:
+    def next_noise(self, t: int) -> np.ndarray:
         if self._restart_after and t % self._restart_after == 0:
             self.restart()
-        total = self._tree.following(lambda height: server_noise(self.seed, t, 1.0, self.d, height))
-        y = total - self._before
-        self._before = total
+        total = self._tree.next_sum(lambda height: server_noise(self.seed, t, 1.0, self.d, height))
+        y = total - self._previous_total
+        self._previous_total = total
         return y

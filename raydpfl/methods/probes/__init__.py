@@ -5,7 +5,7 @@ round.
 
 from typing import Any
 
-from raydpfl.config.registry import choose_each, family
+from raydpfl.config.registry import choose_members, family
 from raydpfl.methods.probes.base import Finished, Probe, Problem, Round, Sent
 
 __all__ = ["FAMILY", "Finished", "Probe", "Problem", "Round", "Sent"]
@@ -15,4 +15,4 @@ FAMILY: dict[str, type[Probe]] = family(__name__, Probe)
 
 def parse(values: Any) -> tuple[Probe, ...]:
     """The members of a list of kinds and mappings. Raises `ConfigError`."""
-    return choose_each("measure", values, FAMILY, Probe)
+    return choose_members("measure", values, FAMILY, Probe)

@@ -94,7 +94,7 @@ class Finished:
 
 
 # yields (steps done, steps in all) while it computes, and returns values for the summary
-Measuring = Generator[tuple[int, int], None, dict[str, Any]]
+Measurement = Generator[tuple[int, int], None, dict[str, Any]]
 # the round, counted from 0, and the model after it, float32 [d] -> columns of the rounds table
 Assess = Callable[[int, np.ndarray], Mapping[str, float | None]]
 
@@ -104,11 +104,12 @@ class Probe(WithServerState):
     noisy: they are for those who may see all data.
     """
 
-    of_all: ClassVar[bool] = False  # whether it takes clients' losses under one model of all
+    # whether it takes clients' losses under one model of all
+    needs_common_model: ClassVar[bool] = False
 
     def check(self, setting: Setting) -> None:
         """Raises `ConfigError` where there is no one model of all clients to look at."""
-        if self.of_all and setting.local_parameters:
+        if self.needs_common_model and setting.local_parameters:
             expected = "no measure of one model of all clients, as with model.local there is none"
             raise ConfigError("measure", self.kind, expected)
 
@@ -157,10 +158,10 @@ class Probe(WithServerState):
         """A function of (t, model float32 [d]) after t rounds, and after each that follows."""
         return None
 
-    def afterwards(self, run: Finished) -> dict[str, Any] | Measuring:
+    def afterwards(self, run: Finished) -> dict[str, Any] | Measurement:
         """The values under the probe's name in the summary, computed when all rounds are done; a
         generator of what takes long.
         """
         return {}
 
-    lasting = overrides(afterwards)  # whether there is something to compute then
+    has_summary = overrides(afterwards)  # whether there is something to compute then

@@ -45,7 +45,7 @@ def linear(
     """The clients' objectives under a model of one linear layer, where the loss is cross-entropy or
     the squared error of one output; None for any other.
     """
-    if task.closed() is None or shards.target.shape:
+    if task.loss_form() is None or shards.target.shape:
         return None
     try:
         layers = stack(module)
@@ -66,9 +66,9 @@ class LinearLosses:
         self.decay = weight_decay
         self.width = layer.inputs + (layer.bias is not None)
         # the rows that were read last, as a search asks for the same ones many times
-        self._cached: tuple = (None, None)
+        self._row_cache: tuple = (None, None)
 
-    def joint(
+    def joint_minimum(
         self, clients: np.ndarray, shares: np.ndarray, model: np.ndarray
     ) -> tuple[float, np.ndarray]:
         """f* and its minimiser, for f the mixture of these clients' objectives by their shares; the
@@ -82,12 +82,12 @@ class LinearLosses:
             gram += (x * weights[:, None]).T @ x
         basis, scale = self._white(*np.linalg.eigh(gram))
 
-        def searched(c: np.ndarray) -> tuple[float, np.ndarray]:
+        def objective(c: np.ndarray) -> tuple[float, np.ndarray]:
             total, gradient = value((c / scale) @ basis.T)
             return total, gradient @ basis / scale
 
         start = (self.matrix(model) @ basis) * scale
-        best, c = _minimum(searched, start, scale, self.decay)
+        best, c = _minimum(objective, start, scale, self.decay)
         return best, (c / scale) @ basis.T
 
     def mixture(
@@ -117,39 +117,40 @@ class LinearLosses:
         for part in groups(self.shards, clients):
             yield self._rows(part, shares)
 
-    def alone(self, client: int, theta: np.ndarray) -> tuple[float | None, float]:
+    def client_minimum(self, client: int, theta: np.ndarray) -> tuple[float | None, float]:
         """f_i* of a client, None where it has no minimum, and f_i(theta)."""
         x, y, weights = self._rows(np.array([client]), {client: 1.0})
         value = _loss(x @ theta.T, y, weights)[0] + 0.5 * self.decay * float(np.sum(theta * theta))
         basis, scale = self._directions(x, weights)
-        bounded = self.decay > 0 or y.dtype.kind == "f"
-        lacks = self.layer.bias is not None and len(np.unique(y)) < self.layer.outputs
+        has_minimum = self.decay > 0 or y.dtype.kind == "f"
+        lacks_class = self.layer.bias is not None and len(np.unique(y)) < self.layer.outputs
         # rows that are independent can all have any outputs; a bias separates a class without rows
-        if not bounded and (len(scale) == len(x) or lacks):
+        if not has_minimum and (len(scale) == len(x) or lacks_class):
             return None, value
         white = (x @ basis) / scale
 
-        def searched(c: np.ndarray) -> tuple[float, np.ndarray]:
+        def objective(c: np.ndarray) -> tuple[float, np.ndarray]:
             loss, by_output = _loss(white @ c.T, y, weights)
             total = loss + 0.5 * self.decay * float(np.sum((c / scale) ** 2))
             return total, by_output.T @ white + self.decay * c / scale**2
 
-        optimum, c = _minimum(searched, (theta @ basis) * scale, scale, self.decay)
-        return (optimum if bounded or _exists(white, y, weights, white @ c.T) else None), value
+        optimum, c = _minimum(objective, (theta @ basis) * scale, scale, self.decay)
+        has_minimum = has_minimum or _has_minimum(white, y, weights, white @ c.T)
+        return (optimum if has_minimum else None), value
 
     def _directions(self, x: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """As `_white`, of rows x float64 [n, width] with these weights."""
         if len(x) > self.width:
             return self._white(*np.linalg.eigh((x * weights[:, None]).T @ x))
-        _, singular, rotated = np.linalg.svd(x * np.sqrt(weights)[:, None], full_matrices=False)
-        return self._white(singular**2, rotated.T)
+        _, singular, vectors = np.linalg.svd(x * np.sqrt(weights)[:, None], full_matrices=False)
+        return self._white(singular**2, vectors.T)
 
     def _white(self, squares: np.ndarray, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The directions [width, k] in which rows lie, and the factors [k] that make the objective
         about as curved in all of them.
         """
-        spanned = squares > 1e-14 * squares.max(initial=0.0)
-        return vectors[:, spanned], np.sqrt(CURVATURE * squares[spanned] + self.decay)
+        span_mask = squares > 1e-14 * squares.max(initial=0.0)
+        return vectors[:, span_mask], np.sqrt(CURVATURE * squares[span_mask] + self.decay)
 
     def matrix(self, flat: np.ndarray) -> np.ndarray:
         """theta of a model's parameters, float [d]."""
@@ -169,12 +170,12 @@ class LinearLosses:
         self, clients: np.ndarray, shares: Shares
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         key = (clients.tobytes(), shares[clients[0]])
-        if self._cached[0] != key:
+        if self._row_cache[0] != key:
             x, y, weights = rows_of(self.shards, clients, shares)
             x = x.reshape(len(x), -1)
             ones = np.ones((len(x), self.width - x.shape[1]))
-            self._cached = key, (np.concatenate([x, ones], axis=1), y, weights)
-        return self._cached[1]
+            self._row_cache = key, (np.concatenate([x, ones], axis=1), y, weights)
+        return self._row_cache[1]
 
 
 def groups(shards: Shards, clients: np.ndarray) -> list[np.ndarray]:
@@ -202,19 +203,19 @@ def _loss(outputs: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[floa
     gradient by them.
     """
     if y.dtype.kind == "f":
-        off = outputs[:, 0] - y
-        return 0.5 * float(weights @ off**2), (weights * off)[:, None]
-    shifted = outputs - outputs.max(axis=1, keepdims=True)
-    exponentials = np.exp(shifted)
+        residuals = outputs[:, 0] - y
+        return 0.5 * float(weights @ residuals**2), (weights * residuals)[:, None]
+    shifted_outputs = outputs - outputs.max(axis=1, keepdims=True)
+    exponentials = np.exp(shifted_outputs)
     sums = exponentials.sum(axis=1, keepdims=True)
     rows = np.arange(len(y))
-    value = float(weights @ (np.log(sums[:, 0]) - shifted[rows, y]))
+    value = float(weights @ (np.log(sums[:, 0]) - shifted_outputs[rows, y]))
     gradient = exponentials / sums
     gradient[rows, y] -= 1
     return value, gradient * weights[:, None]
 
 
-def _exists(x: np.ndarray, y: np.ndarray, weights: np.ndarray, outputs: np.ndarray) -> bool:
+def _has_minimum(x: np.ndarray, y: np.ndarray, weights: np.ndarray, outputs: np.ndarray) -> bool:
     """Whether the cross-entropy at white rows x, float64 [n, k], has a minimum, of the `outputs`
     [n, classes] where the search ended. By a linear program, no theta in [-1, 1] has margins that
     are 0 or above, and not all 0; False where it is too large.
@@ -222,15 +223,15 @@ def _exists(x: np.ndarray, y: np.ndarray, weights: np.ndarray, outputs: np.ndarr
     from scipy.optimize import linprog
 
     by_output = _loss(outputs, y, weights)[1]
-    others = np.arange(outputs.shape[1]) != y[:, None]
+    other_classes = np.arange(outputs.shape[1]) != y[:, None]
     # with this change of the probabilities the gradient is 0
     change = CURVATURE * x @ (x.T @ by_output)
-    if (by_output / weights[:, None] - change)[others].min() > 0:
+    if (by_output / weights[:, None] - change)[other_classes].min() > 0:
         return True
-    separated = (outputs[np.arange(len(y)), y][:, None] - outputs)[others].min() > 0
-    if separated or outputs.size * outputs.shape[1] * x.shape[1] > PROGRAM:
+    is_separated = (outputs[np.arange(len(y)), y][:, None] - outputs)[other_classes].min() > 0
+    if is_separated or outputs.size * outputs.shape[1] * x.shape[1] > PROGRAM:
         return False
-    rows, places = np.nonzero(others)
+    rows, places = np.nonzero(other_classes)
     margins = np.zeros((len(rows), outputs.shape[1], x.shape[1]))
     margins[np.arange(len(rows)), y[rows]] = x[rows]
     margins[np.arange(len(rows)), places] = -x[rows]

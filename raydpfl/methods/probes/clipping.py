@@ -1,6 +1,6 @@
 """What bounding and noise do to the updates of a round (000 Theorem 3.1 and Figs 1, 2; 001 Fig. 2).
 
->>> row = of_bounding({"norm": np.array([0.5, 2.0, 4.0])}, bound=1.0)
+>>> row = round_columns({"norm": np.array([0.5, 2.0, 4.0])}, bound=1.0)
 >>> {name: round(value, 3) for name, value in row.items() if value is not None}
 {'alpha_mean': 0.583, 'bias_across': 0.278, 'bias_across_squared': 0.097}
 
@@ -55,8 +55,8 @@ class BoundingProbe(Probe):
         return value
 
     def columns(self, client_noise: bool) -> tuple[str, ...]:
-        expected = ("expected_norm",) if self.repeats else ()
-        return ("bounded_norm", "angle", *expected, *(("noise_norm",) if client_noise else ()))
+        repeat_names = ("expected_norm",) if self.repeats else ()
+        return ("bounded_norm", "angle", *repeat_names, *(("noise_norm",) if client_noise else ()))
 
     def chunk(self, sent: Sent) -> Columns:
         norms = torch.linalg.vector_norm(sent.vectors, dim=1).cpu().numpy()
@@ -64,12 +64,12 @@ class BoundingProbe(Probe):
         if "previous" in sent.broadcast:
             columns["angle"] = _angles(sent.updates, sent.broadcast["previous"])
         if self.repeats:
-            columns["expected_norm"] = self._expected(sent)
+            columns["expected_norm"] = self._expected_norms(sent)
         if sent.noise is not None:
             columns["noise_norm"] = np.linalg.norm(sent.noise, axis=1)
         return columns
 
-    def _expected(self, sent: Sent) -> np.ndarray:
+    def _expected_norms(self, sent: Sent) -> np.ndarray:
         """The variance of the mean, as the repeats show it, is taken off its squared norm."""
         sums, squares = sent.again(self.repeats)
         mean = (sums * sums).sum(1).cpu().numpy() / self.repeats**2
@@ -83,13 +83,13 @@ class BoundingProbe(Probe):
         return ("snr", "update_angle", *ANGLES, *BIAS)
 
     def round(self, seen: Round, state: State) -> Mapping[str, float | None]:
-        row = of_bounding(seen.columns, seen.bound)
+        row = round_columns(seen.columns, seen.bound)
         if seen.noise is not None:
             row["snr"] = float(np.linalg.norm(seen.total) / np.linalg.norm(seen.noise))
         row["update_angle"] = None
         if "previous" in state:
-            both = torch.from_numpy(seen.update[None]), torch.from_numpy(state["previous"])
-            angle = float(_angles(*both)[0])
+            update_pair = torch.from_numpy(seen.update[None]), torch.from_numpy(state["previous"])
+            angle = float(_angles(*update_pair)[0])
             row["update_angle"] = None if math.isnan(angle) else angle
         state["previous"] = seen.update.astype(np.float32)
         return row
@@ -106,29 +106,29 @@ def _angles(updates: torch.Tensor, previous: torch.Tensor) -> np.ndarray:
     return np.degrees(np.arccos(np.clip(cosines, -1.0, 1.0)))
 
 
-def of_bounding(columns: Columns, bound: float | None) -> dict[str, float | None]:
+def round_columns(columns: Columns, bound: float | None) -> dict[str, float | None]:
     """The columns of the rounds table, of those of its clients, float64 [r] each: `norm` of what
     each would have sent, and optional `bounded_norm`, `noise_norm`, `angle` and `expected_norm`. A
     client that failed has NaN, and is left out.
     """
     row: dict[str, float | None] = dict.fromkeys(("snr", *ANGLES, *BIAS))
-    here = np.isfinite(columns["norm"])
-    if here.any() and len(columns.get("noise_norm", ())):
-        signal = np.nanmean(columns["bounded_norm"][here])
-        row["snr"] = float(signal / np.nanmean(columns["noise_norm"][here]))
+    finite_rows = np.isfinite(columns["norm"])
+    if finite_rows.any() and len(columns.get("noise_norm", ())):
+        signal = np.nanmean(columns["bounded_norm"][finite_rows])
+        row["snr"] = float(signal / np.nanmean(columns["noise_norm"][finite_rows]))
     angles = columns.get("angle", np.empty(0))
     angles = angles[np.isfinite(angles)]
     if len(angles):
         row |= {name: float(np.quantile(angles, int(name[-2:]) / 100)) for name in ANGLES}
-    if bound is None or not here.any():
+    if bound is None or not finite_rows.any():
         return row
-    alpha = expected = bound / np.maximum(bound, columns["norm"][here])
+    alpha = expected_alpha = bound / np.maximum(bound, columns["norm"][finite_rows])
     biases = {}
     if "expected_norm" in columns:
-        expected = bound / np.maximum(bound, columns["expected_norm"][here])
-        biases["bias_within"] = np.abs(alpha - expected)
-    biases["bias_across"] = np.abs(expected - expected.mean())
-    row["alpha_mean"] = float(expected.mean())
+        expected_alpha = bound / np.maximum(bound, columns["expected_norm"][finite_rows])
+        biases["bias_within"] = np.abs(alpha - expected_alpha)
+    biases["bias_across"] = np.abs(expected_alpha - expected_alpha.mean())
+    row["alpha_mean"] = float(expected_alpha.mean())
     for name, bias in biases.items():
         row |= {name: float(bias.mean()), f"{name}_squared": float((bias**2).mean())}
     return row

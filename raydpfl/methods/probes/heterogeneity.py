@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from raydpfl.data import Shards
-from raydpfl.methods.probes.base import Finished, Measuring, Probe
+from raydpfl.methods.probes.base import Finished, Measurement, Probe
 from raydpfl.methods.probes.client_optima import Shares, groups, linear, rows_of
 from raydpfl.models.tasks import Task
 from raydpfl.storage.tables import schema, write_table
@@ -31,22 +31,22 @@ class HeterogeneityProbe(Probe):
     `left_out` in the summary counts them. It may take longer than the run.
     """
 
-    of_all = True
+    needs_common_model = True
     kind: str = "heterogeneity"
 
-    def afterwards(self, run: Finished) -> Measuring:
+    def afterwards(self, run: Finished) -> Measurement:
         problem = run.problem
         parts = problem.module, problem.task, problem.shards
-        values = yield from measured(*parts, run.model, problem.l2)
+        values = yield from measure_clients(*parts, run.model, problem.l2)
         rows = values.pop("clients")
         table = pa.Table.from_pylist(rows, schema(rows[0] if rows else ()))
         write_table(run.out / "heterogeneity.parquet", table)
         return values
 
 
-def measured(
+def measure_clients(
     module: nn.Module, task: Task, shards: Shards, model: np.ndarray, weight_decay: float = 0.0
-) -> Measuring:
+) -> Measurement:
     """Yields steps done and steps in all, and returns what is measured of the clients at `model`,
     float32 [d].
 
@@ -59,33 +59,33 @@ def measured(
     gradient_of = _gradients(module, task, shards, model, weight_decay)
     losses = linear(module, task, shards, weight_decay)
     sizes = np.asarray(shards.sizes)
-    everyone = np.flatnonzero(sizes)
+    clients = np.flatnonzero(sizes)
     shares = sizes / sizes.sum()
-    of = len(everyone) * (2 if losses else 1) + 1
-    yield 0, of
-    mean = gradient_of(everyone, shares)
+    total_steps = len(clients) * (2 if losses else 1) + 1
+    yield 0, total_steps
+    mean = gradient_of(clients, shares)
     if losses:
-        best, theta = losses.joint(everyone, shares, model)
-    yield 1, of
+        best, theta = losses.joint_minimum(clients, shares, model)
+    yield 1, total_steps
     rows: list[dict[str, Any]] = []
-    for done, client in enumerate(everyone.tolist(), 2):
-        off = gradient_of(np.array([client]), {client: 1.0}) - mean
-        rows.append({"client": client, "gradient_gap": float(np.linalg.norm(off))})
-        yield done, of
+    for step, client in enumerate(clients.tolist(), 2):
+        deviation = gradient_of(np.array([client]), {client: 1.0}) - mean
+        rows.append({"client": client, "gradient_gap": float(np.linalg.norm(deviation))})
+        yield step, total_steps
     norms = np.array([row["gradient_gap"] for row in rows])
-    values: dict[str, Any] = {"gamma_n": float(np.sqrt(shares[everyone] @ norms**2))}
+    values: dict[str, Any] = {"gamma_n": float(np.sqrt(shares[clients] @ norms**2))}
     values |= dict.fromkeys(("gamma_s", "optimum", "gap", "left_out")) | {"clients": rows}
     if not losses:
         return values
-    for done, row in enumerate(rows, len(rows) + 2):
-        optimum, value = losses.alone(row["client"], theta)
+    for step, row in enumerate(rows, len(rows) + 2):
+        optimum, value = losses.client_minimum(row["client"], theta)
         row |= {"optimum": optimum, "gap": None if optimum is None else value - optimum}
-        yield done, of
-    some = np.array([row["gap"] is not None for row in rows])
-    gaps = np.array([row["gap"] for row in rows])[some].astype(np.float64)
-    values |= {"optimum": best, "left_out": int((~some).sum())}
+        yield step, total_steps
+    has_optimum = np.array([row["gap"] is not None for row in rows])
+    gaps = np.array([row["gap"] for row in rows])[has_optimum].astype(np.float64)
+    values |= {"optimum": best, "left_out": int((~has_optimum).sum())}
     if len(gaps):
-        parts = shares[everyone][some]
+        parts = shares[clients][has_optimum]
         values["gamma_s"] = float(parts @ gaps / parts.sum())
         quantiles = {"median": float(np.median(gaps)), "max": float(gaps.max())}
         values["gap"] = {"mean": float(gaps.mean()), **quantiles}

@@ -22,7 +22,7 @@ class SelectionProbe(Probe):
     def afterwards(self, run: Finished) -> dict[str, float]:
         population = run.problem.population
         count = len(population)
-        release = {} if run.problem.mechanism is None else run.problem.mechanism.of_clients()
+        release = {} if run.problem.mechanism is None else run.problem.mechanism.client_columns()
         participations = np.zeros(count, np.int64)
         participations[list(run.participations)] = list(run.participations.values())
         probabilities = run.problem.selection.probabilities(population)

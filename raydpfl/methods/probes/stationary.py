@@ -33,7 +33,7 @@ class StationaryProbe(Probe):
     `exact_x`, the one of those nearest to `final_x`; `optimum_x`, the minimum of the mean loss.
     """
 
-    of_all = True
+    needs_common_model = True
     kind: str = "stationary"
 
     def check(self, setting: Setting) -> None:
@@ -46,7 +46,7 @@ class StationaryProbe(Probe):
             ("bounding", changes, "one that does the same in every round"),
         ):
             if wrong:
-                raise _refused(f"{section}.kind", setting.kinds[section], expected)
+                raise _refusal(f"{section}.kind", setting.kinds[section], expected)
 
     def fits(self, problem: Problem) -> None:
         losses = linear(problem.module, problem.task, problem.shards, 0.0)
@@ -56,28 +56,28 @@ class StationaryProbe(Probe):
         local = problem.local
         lr = local.learning_rate(0)
         if lr != local.learning_rate(problem.rounds - 1):
-            raise _refused("local.lr", lr, "one that is the same in all rounds")
+            raise _refusal("local.lr", lr, "one that is the same in all rounds")
         selection = problem.selection
         if not selection.sampling(problem.population).everyone or selection.dropout:
-            raise _refused("selection.kind", selection.kind, "full, without dropouts")
+            raise _refusal("selection.kind", selection.kind, "full, without dropouts")
         sizes = problem.population.sizes
         if any(local.batch_size(rows) != rows for rows in sizes.tolist()):
-            raise _refused("local.batch", local.batch_size(int(sizes.max())), "full")
+            raise _refusal("local.batch", local.batch_size(int(sizes.max())), "full")
         clients = _Parabolas(problem)
         steepest = float(clients.curvature.max())
         if not 0 < steepest * lr < 2:
-            raise _refused("local.lr", lr, f"a number below 2/{steepest:g}, or clients diverge")
-        clients.stationary()
+            raise _refusal("local.lr", lr, f"a number below 2/{steepest:g}, or clients diverge")
+        clients.fixed_points()
 
     def afterwards(self, run: Finished) -> dict[str, float]:
         clients = _Parabolas(run.problem)
-        low, high = clients.stationary()
+        low, high = clients.fixed_points()
         final = float(run.model[0])
         values = {"final_x": final, "exact_x": min(max(final, low), high)}
         return values | {"exact_low": low, "exact_high": high, "optimum_x": clients.optimum()}
 
 
-def _refused(field: str, value: object, expected: str) -> ConfigError:
+def _refusal(field: str, value: object, expected: str) -> ConfigError:
     return ConfigError(field, value, f"{expected}, with measure stationary")
 
 
@@ -102,13 +102,13 @@ class _Parabolas:
         """The minimum of the mean loss over all rows."""
         return float(self.shares @ self.slope / (self.shares @ self.curvature))
 
-    def stationary(self) -> tuple[float, float]:
+    def fixed_points(self) -> tuple[float, float]:
         """The least and the greatest model that a round leaves as it is. Raises `ConfigError`."""
         pull = self._round()
-        low = _beyond(pull, float(self.optima.min()), -1.0)
-        high = _beyond(pull, float(self.optima.max()), 1.0)
-        least = _last(lambda x: pull(x) > 0, low, high)[1]
-        return least, max(least, _last(lambda x: pull(x) >= 0, low, high)[0])
+        low = _outer_point(pull, float(self.optima.min()), -1.0)
+        high = _outer_point(pull, float(self.optima.max()), 1.0)
+        low_point = _last_point(lambda x: pull(x) > 0, low, high)[1]
+        return low_point, max(low_point, _last_point(lambda x: pull(x) >= 0, low, high)[0])
 
     def _round(self) -> Callable[[float], float]:
         """Of a model the mean update that all clients make of it; 0 where only rounding is left."""
@@ -124,15 +124,15 @@ class _Parabolas:
         broadcast = {
             name: torch.tensor(array) for name, array in bounding.broadcast_state(state).items()
         }
-        moved = _moved(lr * self.curvature, problem.local.step_counts(clients.sizes))
+        progress = _step_share(lr * self.curvature, problem.local.step_counts(clients.sizes))
 
         def pull(x: float) -> float:
             model = np.array([x])
             nothing = torch.zeros(count, 1, dtype=torch.float64)
             view = View(0, lr, bound, torch.from_numpy(model), broadcast, lambda: nothing)
-            sent = bounding.send(torch.from_numpy((moved * (self.optima - x))[:, None]), view)
-            factors = bounding.factors(sent.abs()[:, 0], math.inf if bound is None else bound)
-            parts = weights * (factors * sent[:, 0]).numpy()
+            vectors = bounding.send(torch.from_numpy((progress * (self.optima - x))[:, None]), view)
+            factors = bounding.factors(vectors.abs()[:, 0], math.inf if bound is None else bound)
+            parts = weights * (factors * vectors[:, 0]).numpy()
             facts = Facts(0, lr, model, divisor, count, count)
             mean = float(bounding.receive(np.array([parts.sum()]), state, facts)[0])
             rounding = ROUNDING * max(float(np.abs(parts).sum()) / divisor, abs(x))
@@ -141,7 +141,7 @@ class _Parabolas:
         return pull
 
 
-def _moved(rate: np.ndarray, steps: np.ndarray) -> np.ndarray:
+def _step_share(rate: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """s = 1 - (1 - rate)^steps, float64 [N], without loss of digits for small rates; `steps` int64
     [N].
     """
@@ -149,17 +149,17 @@ def _moved(rate: np.ndarray, steps: np.ndarray) -> np.ndarray:
     return np.where(rate < 0.5, small, 1 - (1 - rate) ** steps)
 
 
-def _beyond(pull: Callable[[float], float], start: float, side: float) -> float:
+def _outer_point(pull: Callable[[float], float], start: float, side: float) -> float:
     """A model so far to one `side` (-1: below) that it is pulled back."""
-    for doubling in range(DOUBLINGS):
-        x = start + side * (1.0 + abs(start)) * 2.0**doubling
+    for exponent in range(DOUBLINGS):
+        x = start + side * (1.0 + abs(start)) * 2.0**exponent
         if pull(x) * side < 0:
             return x
     expected = "none of it for a bounding that never pulls the model back"
     raise ConfigError("measure", "stationary", expected)
 
 
-def _last(holds: Callable[[float], bool], low: float, high: float) -> tuple[float, float]:
+def _last_point(holds: Callable[[float], bool], low: float, high: float) -> tuple[float, float]:
     """Where something that holds at `low` ceases to hold, as it does at `high`: two numbers next to
     each other, of which it holds for the first.
     """

@@ -35,7 +35,7 @@ class SuboptimalityProbe(Probe):
     """
 
     examples = ({}, {"every": 3})
-    of_all = True
+    needs_common_model = True
     kind: str = "suboptimality"
     every: int = Field(default=1, ge=1, description="rounds from one value to the next")
 
@@ -87,10 +87,10 @@ class _Optimum:
         self._gap: Gap = self._convex
         if problem.shards.classes:
             start = models.flatten(problem.module).numpy()
-            stored = _stored(out, losses, self._value)
-            self.theta = losses.joint(*clients, start)[1] if stored is None else stored
+            theta = _read_optimum(out, losses, self._value)
+            self.theta = losses.joint_minimum(*clients, start)[1] if theta is None else theta
         else:
-            self.theta, self._gap = quadratic(losses, *clients)
+            self.theta, self._gap = quadratic_minimum(losses, *clients)
         self.value = self._value(self.theta)[0]
         flat = losses.flat(self.theta)
         replace_file(out / OPTIMUM, lambda part: part.write(flat.astype("<f8").tobytes()))
@@ -103,34 +103,36 @@ class _Optimum:
         return self._value(theta)[0] - self.value, float(np.linalg.norm(theta - self.theta))
 
 
-def _stored(
-    out: Path, of: LinearLosses, value: Callable[[np.ndarray], tuple[float, np.ndarray]]
+def _read_optimum(
+    out: Path, losses: LinearLosses, value: Callable[[np.ndarray], tuple[float, np.ndarray]]
 ) -> np.ndarray | None:
     """theta as an interrupted run has stored it; None without it, or if it is no minimum."""
     path = out / OPTIMUM
-    if not path.is_file() or path.stat().st_size != 8 * of.layer.outputs * of.width:
+    if not path.is_file() or path.stat().st_size != 8 * losses.layer.outputs * losses.width:
         return None
-    theta = of.matrix(np.fromfile(path, "<f8"))
-    return theta if least(value(theta)[1], of.decay) else None
+    theta = losses.matrix(np.fromfile(path, "<f8"))
+    return theta if least(value(theta)[1], losses.decay) else None
 
 
-def quadratic(of: LinearLosses, clients: np.ndarray, shares: Shares) -> tuple[np.ndarray, Gap]:
+def quadratic_minimum(
+    losses: LinearLosses, clients: np.ndarray, shares: Shares
+) -> tuple[np.ndarray, Gap]:
     """The minimiser of least norm of half the squared error, and the distances to it: sums over the
     directions in which the error is curved, so that neither loses digits near the minimum.
     """
-    curvature = of.decay * np.eye(of.width)
-    slope = np.zeros(of.width)
-    for x, y, weights in of.parts(clients, shares):
+    curvature = losses.decay * np.eye(losses.width)
+    slope = np.zeros(losses.width)
+    for x, y, weights in losses.parts(clients, shares):
         curvature += (x * weights[:, None]).T @ x
         slope += (weights * y) @ x
     values, directions = np.linalg.eigh(curvature)
-    curved = values > FLAT * max(values[-1], 0.0)
-    values = values[curved]
-    directions = directions[:, curved]
+    curved_axes = values > FLAT * max(values[-1], 0.0)
+    values = values[curved_axes]
+    directions = directions[:, curved_axes]
     best = (directions.T @ slope) / values
 
     def gap(theta: np.ndarray) -> tuple[float, float]:
-        off = theta[0] @ directions - best
-        return 0.5 * float(values @ off**2), float(np.linalg.norm(off))
+        offset = theta[0] @ directions - best
+        return 0.5 * float(values @ offset**2), float(np.linalg.norm(offset))
 
     return (directions @ best)[None], gap

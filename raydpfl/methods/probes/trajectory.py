@@ -31,11 +31,11 @@ class TrajectoryProbe(Probe):
     every: int = Field(default=1, ge=1, description="rounds from one model to the next")
 
     def follow(self, out: Path, d: int, t: int) -> Callable[[int, np.ndarray], None] | None:
-        written = Trajectory(out / "trajectory.bin", d, -(-t // self.every))
+        trajectory = Trajectory(out / "trajectory.bin", d, -(-t // self.every))
 
         def write(t: int, model: np.ndarray) -> None:
             if t % self.every == 0:
-                written.write(t // self.every, model)
+                trajectory.write(t // self.every, model)
 
         return write
 
@@ -60,34 +60,34 @@ def together(
     d = paths[0].shape[1]
     extra = np.zeros((0, d)) if marks is None else np.asarray(marks)
     lengths = [len(path) for path in paths]
-    lost = np.concatenate([np.isnan(path).any(axis=1) for path in paths])
+    nan_rows = np.concatenate([np.isnan(path).any(axis=1) for path in paths])
     origin = extra[0] if len(extra) else paths[0][0]
     count = sum(lengths) + len(extra)
     products = np.zeros((count, count))
     width = max(1, BLOCK // count)
-    for first in range(0, d, width):
-        part = slice(first, first + width)
+    for start in range(0, d, width):
+        part = slice(start, start + width)
         rows = [np.asarray(points[:, part], np.float64) for points in (*paths, extra)]
         block = np.concatenate(rows) - np.asarray(origin[part], np.float64)
-        block[: len(lost)][lost] = 0.0
+        block[: len(nan_rows)][nan_rows] = 0.0
         products += block @ block.T
-    axes = np.concatenate([~lost, np.zeros(len(extra), bool)])
-    coordinates = _principal(products, axes)
-    coordinates[: len(lost)][lost] = np.nan
-    *projected, last = np.split(coordinates, np.cumsum(lengths))
-    return projected, last
+    axes = np.concatenate([~nan_rows, np.zeros(len(extra), bool)])
+    coordinates = _principal_coordinates(products, axes)
+    coordinates[: len(nan_rows)][nan_rows] = np.nan
+    *projected_paths, projected_marks = np.split(coordinates, np.cumsum(lengths))
+    return projected_paths, projected_marks
 
 
-def _principal(products: np.ndarray, axes: np.ndarray) -> np.ndarray:
+def _principal_coordinates(products: np.ndarray, axes: np.ndarray) -> np.ndarray:
     """The coordinates float64 [n, 2] of n points with these inner products, [n, n], on the two
     principal directions of those that `axes`, bool [n], picks; 0 on directions that they lack.
     """
-    centred = products[:, axes] - products[:, axes].mean(axis=1, keepdims=True)
-    spread = centred[axes] - centred[axes].mean(axis=0, keepdims=True)
+    centred_products = products[:, axes] - products[:, axes].mean(axis=1, keepdims=True)
+    spread = centred_products[axes] - centred_products[axes].mean(axis=0, keepdims=True)
     values, vectors = np.linalg.eigh(spread)
     values, vectors = values[:-3:-1], vectors[:, :-3:-1]
-    found = values > 1e-12 * values.max(initial=np.finfo(float).tiny)
+    mask = values > 1e-12 * values.max(initial=np.finfo(float).tiny)
     coordinates = np.zeros((len(products), 2))
-    coordinates[:, : found.sum()] = centred @ vectors[:, found] / np.sqrt(values[found])
+    coordinates[:, : mask.sum()] = centred_products @ vectors[:, mask] / np.sqrt(values[mask])
     signs = np.sign(coordinates[np.abs(coordinates).argmax(axis=0), np.arange(2)])
     return coordinates * np.where(signs < 0, -1.0, 1.0)

@@ -53,7 +53,7 @@ class Population:
         self._cache: dict[Hashable, Any] = {}
 
     @classmethod
-    def balanced(cls, count: int, table: np.ndarray | None = None) -> Population:
+    def equal_sizes(cls, count: int, table: np.ndarray | None = None) -> Population:
         """`count` clients with one sample each, which differ at most in the `table`."""
         return cls(np.broadcast_to(np.int64(1), count), table=table)
 
@@ -166,12 +166,12 @@ class Selection(Member):
         Raises `ConfigError` for a member that asks for losses without `ask`, which only a run has.
         """
 
-        def unknown(clients: np.ndarray) -> np.ndarray:
+        def refuse_losses(clients: np.ndarray) -> np.ndarray:
             expected = "one whose cohorts are known before the run; this one asks for losses, so "
             expected += "that it must give exposed(seed, t, population), and only a run can draw"
             raise ConfigError("selection.kind", self.kind, expected)
 
-        return self.drop(seed, t, self.select(seed, t, population, ask or unknown))
+        return self.drop(seed, t, self.select(seed, t, population, ask or refuse_losses))
 
     def drop(self, seed: int, t: int, cohort: Cohort) -> Cohort:
         """`cohort` without the clients that drop out in round t."""
@@ -206,8 +206,8 @@ class Selection(Member):
 
     def means(self, population: Population) -> bool:
         """Whether the sum over `divisor` is the plain mean of what was sent, in every round."""
-        weighed = self.hides_size() or self.dropout or self.corrections(population) is not None
-        return not weighed and self.divisor(population) == self.sampling(population).cohort
+        is_weighted = self.hides_size() or self.dropout or self.corrections(population) is not None
+        return not is_weighted and self.divisor(population) == self.sampling(population).cohort
 
     def counted(self, cohort: Cohort, population: Population) -> float:
         """How many clients answered in a round; the expected number where the size is a secret."""
@@ -259,12 +259,12 @@ class Selection(Member):
         if not self.sampling(population).by_participation:
             return np.arange(1, rounds + 1)
         counts = Counter[int]()
-        most = np.zeros(rounds, np.int64)
+        max_counts = np.zeros(rounds, np.int64)
         for t in range(rounds):
             clients = self.exposed(seed, t, population).tolist()
             counts.update(clients)
-            most[t] = max((counts[client] for client in clients), default=0)
-        return np.maximum.accumulate(most)
+            max_counts[t] = max((counts[client] for client in clients), default=0)
+        return np.maximum.accumulate(max_counts)
 
     def open_to(self, clients: np.ndarray, t: int) -> np.ndarray:
         """Whether, by public facts, each of `clients` can be in the cohort of round t: bool [k]."""

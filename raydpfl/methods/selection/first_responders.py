@@ -57,7 +57,7 @@ class Pareto(Response):
         return 1 + generator.pareto(self.alpha, count)
 
 
-ASKED = 10_000  # clients asked by default, so that a round does not wait for a million
+DEFAULT_CONTACTS = 10_000  # clients asked by default, so that a round does not wait for a million
 RESPONSES: dict[str, type[Response]] = family(
     "raydpfl.methods.selection", Response, ("exponential",)
 )
@@ -94,7 +94,7 @@ class FirstResponders(Sized):
 
     def asked(self, count: int) -> int:
         """How many of `count` clients are asked."""
-        return self.contacted or min(count, max(ASKED, 10 * self.cohort))
+        return self.contacted or min(count, max(DEFAULT_CONTACTS, 10 * self.cohort))
 
     def fits(self, count: int) -> None:
         super().fits(count)
@@ -104,11 +104,11 @@ class FirstResponders(Sized):
 
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
         count = len(population)
-        asked = self.asked(count)
-        clients = np.arange(asked)
-        if asked < count:
-            clients = distinct(stream(seed, Purpose.COHORT, t=t), count, asked)
-        times = self.response.times(stream(seed, Purpose.RESPONSE, t=t), asked)
+        contacted_count = self.asked(count)
+        clients = np.arange(contacted_count)
+        if contacted_count < count:
+            clients = distinct(stream(seed, Purpose.COHORT, t=t), count, contacted_count)
+        times = self.response.times(stream(seed, Purpose.RESPONSE, t=t), contacted_count)
         if self.spread:
             generator = stream(seed, Purpose.RESPONSE, step=1)
             scales = population.cached(("scales", seed), lambda: generator.standard_normal(count))

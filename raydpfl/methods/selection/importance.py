@@ -20,7 +20,7 @@ class Importance(WithReplacement):
     more when it is: its correction multiplies what it can add to the sum.
     """
 
-    named = frozenset({"path"})
+    file_fields = frozenset({"path"})
 
     examples = ({"cohort": 6, "power": 0.5},)
     kind: str = "importance"

@@ -39,8 +39,8 @@ class MinSeparation(Sized):
         return self.min_separation
 
     def most_participations(self, rounds: int) -> int:
-        most = super().most_participations(rounds)
-        return most if self.participations is None else min(most, self.participations)
+        limit = super().most_participations(rounds)
+        return limit if self.participations is None else min(limit, self.participations)
 
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
         key = "min_separation", seed, self.model_dump_json()
@@ -54,9 +54,9 @@ class MinSeparation(Sized):
 
     def composed_rounds(self, seed: int, rounds: int, population: Population) -> np.ndarray:
         self.draw(seed, rounds - 1, population)  # which shows whether there are enough clients
-        most = self.most_participations(rounds)
+        limit = self.most_participations(rounds)
         return np.minimum(
-            np.arange(self.separation, rounds + self.separation) // self.separation, most
+            np.arange(self.separation, rounds + self.separation) // self.separation, limit
         )
 
 
@@ -66,10 +66,11 @@ class _Drawn:
     def __init__(self, member: MinSeparation, seed: int, population: Population):
         self._member = member
         self._seed = seed
-        self._open = np.arange(len(population), dtype=np.int32)  # who may take part, then others
+        # who may take part, then others
+        self._open_clients = np.arange(len(population), dtype=np.int32)
         self._count = len(population)
         self._times = np.zeros(len(population), np.int32)
-        self._waiting: deque[np.ndarray] = deque()
+        self._waiting_cohorts: deque[np.ndarray] = deque()
         self._cohorts: list[np.ndarray] = []
 
     def cohort(self, t: int) -> np.ndarray:
@@ -88,18 +89,18 @@ class _Drawn:
             expected += "give more clients, a smaller min_separation or more participations"
             raise ConfigError("selection.cohort", size, expected)
         places = distinct(stream(self._seed, Purpose.COHORT, t=t), self._count, size)
-        clients = self._open[places]
+        clients = self._open_clients[places]
         # the last of those who may take part fill the places of the drawn
         self._count -= size
-        left = places < self._count
-        moved = np.setdiff1d(np.arange(self._count, self._count + size), places)
-        self._open[places[left]] = self._open[moved]
+        gap_mask = places < self._count
+        moved_places = np.setdiff1d(np.arange(self._count, self._count + size), places)
+        self._open_clients[places[gap_mask]] = self._open_clients[moved_places]
         self._times[clients] += 1
-        self._waiting.append(clients)
-        if len(self._waiting) >= member.min_separation:
-            back = self._waiting.popleft()
+        self._waiting_cohorts.append(clients)
+        if len(self._waiting_cohorts) >= member.min_separation:
+            cohort = self._waiting_cohorts.popleft()
             if member.participations is not None:
-                back = back[self._times[back] < member.participations]
-            self._open[self._count : self._count + len(back)] = back
-            self._count += len(back)
+                cohort = cohort[self._times[cohort] < member.participations]
+            self._open_clients[self._count : self._count + len(cohort)] = cohort
+            self._count += len(cohort)
         return clients

@@ -29,7 +29,7 @@ class Periodic(Selection):
         """The rounds of a period in which a client is available."""
         return 1
 
-    def fewest(self, count: int) -> int:
+    def fewest_available(self, count: int) -> int:
         """How many of `count` clients are available in the emptiest round."""
         blocks, rest = divmod(count, self.period)
         return blocks * self.width + max(0, rest + self.width - self.period)
@@ -79,9 +79,9 @@ class Availability(Periodic):
         return self.window
 
     def fits(self, count: int) -> None:
-        least = self.fewest(count)
-        if self.cohort > least:
-            expected = f"at most the {least} clients that are available in the emptiest round"
+        min_clients = self.fewest_available(count)
+        if self.cohort > min_clients:
+            expected = f"at most the {min_clients} clients that are available in the emptiest round"
             raise ConfigError("selection.cohort", self.cohort, expected)
 
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
@@ -90,11 +90,11 @@ class Availability(Periodic):
         return Cohort.of(self.clients_at(places, t))
 
     def sampling(self, population: Population) -> Sampling:
-        least = self.fewest(len(population))
+        min_clients = self.fewest_available(len(population))
         rule = f"those available, each in {self.window} rounds of {self.period}"
-        if self.cohort == least:
+        if self.cohort == min_clients:
             return Sampling("public", len(population), self.cohort, rule=rule)
-        return Sampling("fixed", least, self.cohort, rule=rule)
+        return Sampling("fixed", min_clients, self.cohort, rule=rule)
 
 
 class Cyclic(Periodic):
@@ -120,7 +120,7 @@ class Cyclic(Periodic):
     )
 
     @model_validator(mode="after")
-    def _sized(self) -> Cyclic:
+    def _check_scheme(self) -> Cyclic:
         if self.cohort is None and self.scheme == "poisson":
             expected = "fixed where no cohort is given, as all of a group take part"
             raise ConfigError("selection.scheme", self.scheme, expected)
@@ -132,15 +132,15 @@ class Cyclic(Periodic):
         return facts
 
     def fits(self, count: int) -> None:
-        least = self.fewest(count)
-        if least < 1:
+        min_group = self.fewest_available(count)
+        if min_group < 1:
             expected = f"at most the population of {count} clients"
             raise ConfigError("selection.period", self.period, expected)
-        if self.cohort is not None and self.cohort > least:
-            expected = f"at most the {least} clients of the smallest group"
+        if self.cohort is not None and self.cohort > min_group:
+            expected = f"at most the {min_group} clients of the smallest group"
             raise ConfigError("selection.cohort", self.cohort, expected)
-        if self.cohort == least and self.scheme == "poisson":
-            expected = f"fixed where all {least} clients of the smallest group take part"
+        if self.cohort == min_group and self.scheme == "poisson":
+            expected = f"fixed where all {min_group} clients of the smallest group take part"
             raise ConfigError("selection.scheme", self.scheme, expected)
 
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
@@ -148,20 +148,20 @@ class Cyclic(Periodic):
         if self.cohort is None:
             return Cohort.of(self.clients_at(np.arange(size), t))
         generator = stream(seed, Purpose.COHORT, t=t)
-        drawn = self.cohort
+        cohort_size = self.cohort
         if self.scheme == "poisson":
-            drawn = int(generator.binomial(size, self.cohort / size))
-        return Cohort.of(self.clients_at(distinct(generator, size, drawn), t))
+            cohort_size = int(generator.binomial(size, self.cohort / size))
+        return Cohort.of(self.clients_at(distinct(generator, size, cohort_size), t))
 
     def sampling(self, population: Population) -> Sampling:
         count = len(population)
-        least = self.fewest(count)
+        min_group = self.fewest_available(count)
         turns = f"each 1 round of {self.period}"
-        whole = self.cohort == least and (count % self.period == 0 or not self.hides_size())
-        if self.cohort is None or whole:
-            return Sampling("public", count, least, rule=f"groups take turns, {turns}")
+        is_whole = self.cohort == min_group and (count % self.period == 0 or not self.hides_size())
+        if self.cohort is None or is_whole:
+            return Sampling("public", count, min_group, rule=f"groups take turns, {turns}")
         rule = f"the group whose turn it is, {turns}"
-        return Sampling(self.scheme, least, self.cohort, rule=rule)
+        return Sampling(self.scheme, min_group, self.cohort, rule=rule)
 
     def hides_size(self) -> bool:
         return self.scheme == "poisson"

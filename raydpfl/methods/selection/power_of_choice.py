@@ -47,7 +47,7 @@ class PowerOfChoice(Sized):
         {"cohort": 5, "pool": 12, "loss_bound": 3.0, "loss_std": 1.0},
         {"cohort": 5, "pool": 12, "accounted": "chosen"},
     )
-    newer = frozenset({"accounted"})
+    added_fields = frozenset({"accounted"})
     kind: str = "power_of_choice"
     pool: int = Field(ge=1, description="candidates, who are asked for their losses")
     loss_bound: float | None = Field(
@@ -59,7 +59,7 @@ class PowerOfChoice(Sized):
     )
 
     @model_validator(mode="after")
-    def _bounded(self) -> PowerOfChoice:
+    def _check_sizes(self) -> PowerOfChoice:
         if self.pool < self.cohort:
             expected = f"at least selection.cohort, {self.cohort}"
             raise ConfigError("selection.pool", self.pool, expected)
@@ -69,9 +69,9 @@ class PowerOfChoice(Sized):
         if self.loss_std and self.loss_bound is None:
             expected = "a number with selection.loss_std, as else losses have no sensitivity"
             raise ConfigError("selection.loss_bound", None, expected)
-        least = 1e-9 * (self.loss_bound or 0.0)
-        if 0 < self.loss_std < least:
-            expected = f"0, or at least {least:g}, a billionth of selection.loss_bound"
+        min_std = 1e-9 * (self.loss_bound or 0.0)
+        if 0 < self.loss_std < min_std:
+            expected = f"0, or at least {min_std:g}, a billionth of selection.loss_bound"
             raise ConfigError("selection.loss_std", self.loss_std, expected)
         return self
 
@@ -92,9 +92,9 @@ class PowerOfChoice(Sized):
     def answer(self, losses: np.ndarray, noise_seed: int, t: int, client: int) -> float:
         if self.loss_bound is None:
             return super().answer(losses, noise_seed, t, client)
-        clipped = np.clip(np.where(np.isnan(losses), 0.0, losses), 0.0, self.loss_bound)
+        clipped_losses = np.clip(np.where(np.isnan(losses), 0.0, losses), 0.0, self.loss_bound)
         noise = query_noise(noise_seed, t, self.loss_std, client, query="losses")
-        return float(clipped.mean()) + noise
+        return float(clipped_losses.mean()) + noise
 
     def check(self, setting: Setting) -> None:
         if self.accounted == "chosen" and setting.drawn_by != "step":
@@ -109,18 +109,18 @@ class PowerOfChoice(Sized):
 
     def exposed(self, seed: int, t: int, population: Population) -> np.ndarray:
         """The candidates. Raises `ConfigError` when fewer than `pool` clients have data."""
-        return np.sort(successive(stream(seed, Purpose.COHORT, t=t), population, self.pool))
+        return np.sort(successive_sample(stream(seed, Purpose.COHORT, t=t), population, self.pool))
 
     def calibration_draws(self, seed: int, rounds: int, population: Population) -> list[np.ndarray]:
         """The candidates; or cohorts of them that no losses have chosen, those drawn first, and at
         last the candidates who have not come up.
         """
-        exposed = super().calibration_draws(seed, rounds, population)
+        candidates = super().calibration_draws(seed, rounds, population)
         if self.accounted == "candidates":
-            return exposed
+            return candidates
         streams = [stream(seed, Purpose.COHORT, t=t) for t in range(rounds)]
-        drawn = [successive(stream, population, self.pool)[: self.cohort] for stream in streams]
-        return [*drawn, np.setdiff1d(np.concatenate(exposed), np.concatenate(drawn))]
+        cohorts = [successive_sample(rng, population, self.pool)[: self.cohort] for rng in streams]
+        return [*cohorts, np.setdiff1d(np.concatenate(candidates), np.concatenate(cohorts))]
 
     @property
     def uncounted(self) -> str | None:
@@ -149,11 +149,11 @@ class PowerOfChoice(Sized):
         if not self.dropout:
             return self.cohort
         candidates = (Cohort.of(self.exposed(seed, t, population)) for t in range(rounds))
-        lost = max(self.drop(seed, t, cohort).lost for t, cohort in enumerate(candidates))
-        return max(0, self.cohort - lost)
+        max_lost = max(self.drop(seed, t, cohort).lost for t, cohort in enumerate(candidates))
+        return max(0, self.cohort - max_lost)
 
 
-def successive(
+def successive_sample(
     generator: np.random.Generator, population: Population, size: int, attempts: int = 8
 ) -> np.ndarray:
     """`size` distinct clients drawn one after another, each in proportion to its samples among
@@ -166,20 +166,20 @@ def successive(
     Raises `ConfigError` if fewer clients have data.
     """
     sums = population.cached("sums of sizes", lambda: np.cumsum(population.sizes))
-    drawn = np.empty(0, np.int64)
+    clients = np.empty(0, np.int64)
     for _ in range(attempts):
         places = generator.integers(sums[-1], size=2 * size)
-        drawn = np.concatenate([drawn, np.searchsorted(sums, places, side="right")])
+        clients = np.concatenate([clients, np.searchsorted(sums, places, side="right")])
         # each client where it came first
-        drawn = drawn[np.sort(np.unique(drawn, return_index=True)[1])]
-        if len(drawn) >= size:
-            return drawn[:size]
+        clients = clients[np.sort(np.unique(clients, return_index=True)[1])]
+        if len(clients) >= size:
+            return clients[:size]
     with np.errstate(divide="ignore"):
         clocks = generator.standard_exponential(len(population)) / population.sizes
-    clocks[drawn] = np.inf
-    able = int(np.isfinite(clocks).sum())
-    missing = size - len(drawn)
-    if able < missing:
-        expected = f"at most the {able + len(drawn)} clients that have data"
+    clocks[clients] = np.inf
+    eligible_count = int(np.isfinite(clocks).sum())
+    missing = size - len(clients)
+    if eligible_count < missing:
+        expected = f"at most the {eligible_count + len(clients)} clients that have data"
         raise ConfigError("selection.pool", size, expected)
-    return np.concatenate([drawn, np.argsort(clocks)[:missing]])
+    return np.concatenate([clients, np.argsort(clocks)[:missing]])

@@ -42,11 +42,11 @@ class PrivacyAware(WithReplacement):
             expected = "clients with privacy budgets: noise at local steps, with noise.epsilon"
             raise ConfigError("selection.kind", self.kind, expected)
         p = np.zeros(len(population))
-        has = population.sizes > 0
-        shares = population.shares[has]
-        cost = self.scale * population.privacy_cost[has]
+        has_data = population.sizes > 0
+        shares = population.shares[has_data]
+        cost = self.scale * population.privacy_cost[has_data]
         if self.solver == "exact":
-            p[has] = solve(shares, cost).probabilities
+            p[has_data] = solve(shares, cost).probabilities
             return p
-        p[has] = np.maximum(solve_cvxpy(shares, cost), 0)
+        p[has_data] = np.maximum(solve_cvxpy(shares, cost), 0)
         return p / p.sum()

@@ -63,7 +63,7 @@ def solve(unbiased: ArrayLike, cost: ArrayLike) -> Solution:
     Raises:
         ConfigError: an argument is anything else.
     """
-    unbiased, cost = _checked(unbiased, cost)
+    unbiased, cost = _check_arguments(unbiased, cost)
     cost = np.where(cost < 1e-300, 0.0, cost)
     pull = cost * unbiased
     low = float(pull.min())
@@ -72,9 +72,9 @@ def solve(unbiased: ArrayLike, cost: ArrayLike) -> Solution:
         return Solution(unbiased.copy(), (low, high))
     moves = _Moves(pull, unbiased, cost)
     n = len(pull)
-    j = min(bisect_right(range(n), 0.0, lo=1, key=moves.lowered_to), n - 1)
-    i = bisect_left(range(j), 0.0, lo=1, key=lambda k: -moves.raised_to(k, j))
-    a, b = moves.meet(i, j)
+    j = min(bisect_right(range(n), 0.0, lo=1, key=moves.lowered_excess), n - 1)
+    i = bisect_left(range(j), 0.0, lo=1, key=lambda k: -moves.raised_excess(k, j))
+    a, b = moves.solve_levels(i, j)
     public = cost == 0
     with np.errstate(divide="ignore", invalid="ignore"):
         p = np.where(public, unbiased, np.minimum(np.maximum(unbiased, a / cost), b / cost))
@@ -104,37 +104,37 @@ class _Moves:
         rise = np.diff(self.g)
         # infinite beyond the public clients, and where no mass is enough
         with np.errstate(invalid="ignore", over="ignore"):
-            lifted = np.where(rise > 0, rise * self.width_below[1:-1], 0.0)
-            self.added = np.concatenate(([0.0], np.cumsum(lifted)))
-        freed = rise * np.where(rise > 0, self.width_above[1:-1], 0.0)
-        self.taken = np.concatenate((np.cumsum(freed[::-1])[::-1], [0.0]))
+            lift_steps = np.where(rise > 0, rise * self.width_below[1:-1], 0.0)
+            self.lifted_mass = np.concatenate(([0.0], np.cumsum(lift_steps)))
+        drop_steps = rise * np.where(rise > 0, self.width_above[1:-1], 0.0)
+        self.dropped_mass = np.concatenate((np.cumsum(drop_steps[::-1])[::-1], [0.0]))
 
-    def excess(self, i: int, j: int, moved: float, a: float, b: float) -> tuple[float, float]:
+    def excess(self, i: int, j: int, moved_mass: float, a: float, b: float) -> tuple[float, float]:
         """b - a - 2f, and minus its slope in the moved mass without the part of the levels."""
-        raised = moved + float(self.mass_below[i])
-        lowered = b * float(self.width_above[j])
+        raised_mass = moved_mass + float(self.mass_below[i])
+        lowered_mass = b * float(self.width_above[j])
         squares = max(0.0, self.square_below[j] - self.square_below[i])
-        norm = math.hypot(2 * moved, math.sqrt(squares + a * raised + b * lowered))
-        gap = b - a - 4 * moved
+        norm = math.hypot(2 * moved_mass, math.sqrt(squares + a * raised_mass + b * lowered_mass))
+        gap = b - a - 4 * moved_mass
         return gap - 2 * norm, 4 - 2 * gap / norm if norm else 0.0
 
-    def lowered_to(self, j: int) -> float:
+    def lowered_excess(self, j: int) -> float:
         """The excess where the suffix is lowered to g[j]."""
-        moved = float(self.taken[j])
-        i = int(np.searchsorted(self.added, moved, side="right"))
-        level = float((moved + self.mass_below[i]) / self.width_below[i])
-        return self.excess(i, j, moved, max(float(self.g[i - 1]), level), float(self.g[j]))[0]
+        moved_mass = float(self.dropped_mass[j])
+        i = int(np.searchsorted(self.lifted_mass, moved_mass, side="right"))
+        level = float((moved_mass + self.mass_below[i]) / self.width_below[i])
+        return self.excess(i, j, moved_mass, max(float(self.g[i - 1]), level), float(self.g[j]))[0]
 
-    def raised_to(self, i: int, j: int) -> float:
+    def raised_excess(self, i: int, j: int) -> float:
         """The excess where the prefix is raised to g[i], with the suffix from j on lowered."""
-        moved = float(self.added[i])
+        moved_mass = float(self.lifted_mass[i])
         mass = float(self.mass_above[j])
-        if not moved < mass:
+        if not moved_mass < mass:
             return -math.inf
-        level = (mass - moved) / float(self.width_above[j])
-        return self.excess(i, j, moved, float(self.g[i]), level)[0]
+        level = (mass - moved_mass) / float(self.width_above[j])
+        return self.excess(i, j, moved_mass, float(self.g[i]), level)[0]
 
-    def meet(self, i: int, j: int) -> tuple[float, float]:
+    def solve_levels(self, i: int, j: int) -> tuple[float, float]:
         """The levels where the excess is 0, by Newton's method from where too much has moved."""
         mass_l = float(self.mass_above[j])
         width_l = float(self.width_above[j])
@@ -145,18 +145,18 @@ class _Moves:
         while True:
             if by_b:
                 b = level
-                moved = mass_l - level * width_l
-                a = (mass_r + moved) / width_r
+                moved_mass = mass_l - level * width_l
+                a = (mass_r + moved_mass) / width_r
             else:
                 a = level
-                moved = level * width_r - mass_r
-                b = (mass_l - moved) / width_l
-            value, slope = self.excess(i, j, moved, a, b)
+                moved_mass = level * width_r - mass_r
+                b = (mass_l - moved_mass) / width_l
+            value, slope = self.excess(i, j, moved_mass, a, b)
             step = value / (1 / width_l + 1 / width_r + slope)  # still to be moved
-            following = level - step / width_l if by_b else level + step / width_r
-            if not step < 0 or following == level:
+            next_level = level - step / width_l if by_b else level + step / width_r
+            if not step < 0 or next_level == level:
                 return a, b
-            level = following
+            level = next_level
 
 
 def solve_cvxpy(unbiased: ArrayLike, cost: ArrayLike) -> np.ndarray:
@@ -171,7 +171,7 @@ def solve_cvxpy(unbiased: ArrayLike, cost: ArrayLike) -> np.ndarray:
     Args:
         unbiased, cost: as for `solve`; costs up to about 1e6.
     """
-    unbiased, cost = _checked(unbiased, cost)
+    unbiased, cost = _check_arguments(unbiased, cost)
     import cvxpy  # takes a second, and only the reference needs it
 
     gain = cvxpy.Variable(len(cost), nonneg=True)
@@ -193,7 +193,7 @@ def solve_cvxpy(unbiased: ArrayLike, cost: ArrayLike) -> np.ndarray:
     return p.value
 
 
-def _checked(unbiased: ArrayLike, cost: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+def _check_arguments(unbiased: ArrayLike, cost: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     unbiased = np.asarray(unbiased, np.float64)
     cost = np.asarray(cost, np.float64)
     simplex = (unbiased >= 0).all() and abs(unbiased.sum() - 1) <= 1e-9

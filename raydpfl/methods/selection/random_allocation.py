@@ -39,8 +39,8 @@ class RandomAllocation(Selection):
 
     def select(self, seed: int, t: int, population: Population, ask: Ask) -> Cohort:
         number, place = divmod(t, self.epoch)
-        first = number * self.epoch
-        clients, ends = _epoch(seed, first, self.epoch, self.per_epoch, len(population))
+        start_round = number * self.epoch
+        clients, ends = _epoch(seed, start_round, self.epoch, self.per_epoch, len(population))
         return Cohort.of(clients[ends[place] : ends[place + 1]].astype(np.int64))
 
     def sampling(self, population: Population) -> Sampling:
@@ -59,17 +59,17 @@ class RandomAllocation(Selection):
 
 @lru_cache(maxsize=2)
 def _epoch(
-    seed: int, first: int, rounds: int, per_epoch: int, count: int
+    seed: int, start_round: int, rounds: int, per_epoch: int, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The clients of an epoch that begins with round `first`, int32 [count per_epoch], round by
-    round, and where the rounds begin and end among them, int64 [rounds + 1]. Each client's rounds
-    are a uniform subset, by Floyd's algorithm (Bentley and Floyd 1987).
+    """The clients of an epoch that begins with round `start_round`, int32 [count per_epoch], round
+    by round, and where the rounds begin and end among them, int64 [rounds + 1]. Each client's
+    rounds are a uniform subset, by Floyd's algorithm (Bentley and Floyd 1987).
     """
-    generator = stream(seed, Purpose.COHORT, t=first)
+    generator = stream(seed, Purpose.COHORT, t=start_round)
     places = np.empty((per_epoch, count), np.int32)
     for i, last in enumerate(range(rounds - per_epoch, rounds)):
-        drawn = generator.integers(last + 1, size=count, dtype=np.int32)
-        places[i] = np.where((places[:i] == drawn).any(0), last, drawn)
+        chosen_rounds = generator.integers(last + 1, size=count, dtype=np.int32)
+        places[i] = np.where((places[:i] == chosen_rounds).any(0), last, chosen_rounds)
     order = np.argsort(places, axis=None, kind="stable")
     sizes = np.bincount(places.ravel(), minlength=rounds)
     return (order % count).astype(np.int32), np.append(0, np.cumsum(sizes))

@@ -11,4 +11,4 @@ from raydpfl.methods.server.sgd import ServerSgd
 __all__ = ["FAMILY", "Server", "ServerSgd", "State"]
 
 FIRST = ("sgd", "momentum", "adam", "yogi")
-FAMILY: dict[str, type[Server]] = family(__name__, Server, first=FIRST)
+FAMILY: dict[str, type[Server]] = family(__name__, Server, leading_kinds=FIRST)

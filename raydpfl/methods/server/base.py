@@ -15,7 +15,7 @@ class Server(Schedule, Member):
     `lr` is the server's learning rate eta_g, by round as `raydpfl.methods.schedules.Schedule` says.
     """
 
-    newer = frozenset({"lr_decay", "lr_period", "lr_last", "lr_warmup"})
+    added_fields = frozenset({"lr_decay", "lr_period", "lr_last", "lr_warmup"})
 
     lr: float = Field(default=1.0, gt=0, description="eta_g of round 0")
 
@@ -42,14 +42,14 @@ class Server(Schedule, Member):
         round t, float64 [d] each; changes `state` in place. Raises `RunError` unless it is finite.
         """
         with np.errstate(over="ignore"):  # an overflow is reported below
-            moved = self.learning_rate(t) * self.direction(update, state)
-            moved += model
-            following = moved.astype(np.float32)
-        if not np.isfinite(following).all():
+            moved_model = self.learning_rate(t) * self.direction(update, state)
+            moved_model += model
+            next_model = moved_model.astype(np.float32)
+        if not np.isfinite(next_model).all():
             raise RunError(
                 f"the model is no longer finite after round {t}; lower server.lr or local.lr"
             )
-        return following
+        return next_model
 
     def persistence(self) -> float:
         """beta, if the model moves along v <- beta v + u; 0 if an update has no effect after its

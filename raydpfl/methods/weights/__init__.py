@@ -10,4 +10,4 @@ from raydpfl.methods.weights.base import Weights
 
 __all__ = ["FAMILY", "Weights"]
 
-FAMILY: dict[str, type[Weights]] = family(__name__, Weights, first=("uniform",))
+FAMILY: dict[str, type[Weights]] = family(__name__, Weights, leading_kinds=("uniform",))

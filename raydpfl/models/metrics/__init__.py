@@ -10,7 +10,7 @@ with the base `Metric`, named by import path:
 >>> parse(["mse", "mse"])  # doctest: +ELLIPSIS
 Traceback (most recent call last):
 raydpfl.errors.ConfigError: evaluate.metrics = ['mse', 'mse']: expected a list that ...
->>> called("f1_micro"), called("test_f1")
+>>> find_metric("f1_micro"), find_metric("test_f1")
 (F1(kind='f1', average='micro'), None)
 """
 
@@ -20,14 +20,14 @@ from raydpfl.config.registry import choose, family
 from raydpfl.errors import ConfigError
 from raydpfl.models.metrics.base import Metric, Total
 
-__all__ = ["FAMILY", "Metric", "Total", "called", "parse", "with_defaults"]
+__all__ = ["FAMILY", "Metric", "Total", "add_defaults", "find_metric", "parse"]
 
 FIRST = (
     "accuracy", "loss", "top_k", "balanced_accuracy", "f1", "auc", "perplexity", "mse", "mae", "r2",
 )  # fmt: skip
 FAMILY: dict[str, type[Metric]] = family(__name__, Metric, FIRST)
 SECTION = "evaluate.metrics"
-ALWAYS = ("loss", "accuracy")  # every evaluation has these
+DEFAULT_KINDS = ("loss", "accuracy")  # every evaluation has these
 
 
 def parse(values: Any, section: str = SECTION) -> tuple[Metric, ...]:
@@ -42,13 +42,13 @@ def parse(values: Any, section: str = SECTION) -> tuple[Metric, ...]:
     return metrics
 
 
-def with_defaults(metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
+def add_defaults(metrics: tuple[Metric, ...]) -> tuple[Metric, ...]:
     """With those that every evaluation has, last."""
     names = {metric.name for metric in metrics}
-    return (*metrics, *(FAMILY[kind]() for kind in ALWAYS if kind not in names))
+    return (*metrics, *(FAMILY[kind]() for kind in DEFAULT_KINDS if kind not in names))
 
 
-def called(name: str) -> Metric | None:
+def find_metric(name: str) -> Metric | None:
     """The metric that comes with the project and has this name; None: there is none."""
-    groups = (cls.called(name) for cls in FAMILY.values())
+    groups = (cls.parse_name(name) for cls in FAMILY.values())
     return next((metric for metric in groups if metric is not None), None)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raydpfl.models.metrics.base import Percent, Total, of_classes
+from raydpfl.models.metrics.base import Percent, Total, require_classes
 from raydpfl.models.tasks import Form
 
 
@@ -25,17 +25,17 @@ class Auc(Percent):
     def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
         bits = form.task.bits(outputs, y)
         if bits is not None:
-            scores, right = bits
-            return _packed(scores.double(), right, torch.ones_like(right[:, 0]))
-        scores, y, counts = of_classes(self, form, outputs, y)
+            scores, positives = bits
+            return _pack_rows(scores.double(), positives, torch.ones_like(positives[:, 0]))
+        scores, y, counts = require_classes(self, form, outputs, y)
         scores = scores.double()
         if scores.shape[1] == 2:
-            return _packed(scores[:, 1:] - scores[:, :1], y[:, None] == 1, counts)
-        every = torch.arange(scores.shape[1], device=scores.device)
+            return _pack_rows(scores[:, 1:] - scores[:, :1], y[:, None] == 1, counts)
+        ids = torch.arange(scores.shape[1], device=scores.device)
         # rounded, as scores that are the same but for rounding are ties
-        return _packed(torch.log_softmax(scores, 1).float().double(), y[:, None] == every, counts)
+        return _pack_rows(torch.log_softmax(scores, 1).float().double(), y[:, None] == ids, counts)
 
-    def joined(self, parts: Sequence[Total]) -> Total:
+    def merge(self, parts: Sequence[Total]) -> Total:
         """The rows of all batches, one after another."""
         return np.concatenate([parts[0][:1], *(part[1:] for part in parts)])
 
@@ -44,11 +44,11 @@ class Auc(Percent):
         rows = total[1:].reshape(-1, 2 * classes + 1)
         rows = rows[rows[:, -1] > 0]
         areas = []
-        for scores, right in zip(rows.T[:classes], rows.T[classes:-1] > 0, strict=True):
-            ones = int(right.sum())
-            zeros = len(right) - ones
+        for scores, positives in zip(rows.T[:classes], rows.T[classes:-1] > 0, strict=True):
+            ones = int(positives.sum())
+            zeros = len(positives) - ones
             if ones and zeros:
-                ranks = _ranks(scores)[right].sum()
+                ranks = _ranks(scores)[positives].sum()
                 areas.append(float((ranks - ones * (ones + 1) / 2) / (ones * zeros)))
         return float(np.mean(areas)) if areas else None
 
@@ -59,10 +59,10 @@ def _ranks(scores: np.ndarray) -> np.ndarray:
     return (np.cumsum(count) - (count - 1) / 2)[place]
 
 
-def _packed(scores: Tensor, right: Tensor, counts: Tensor) -> Tensor:
+def _pack_rows(scores: Tensor, positives: Tensor, counts: Tensor) -> Tensor:
     """How many classes, then of each row its scores, whether each is right, and whether it counts;
     float64 [1 + n (2 C + 1)].
     """
-    rows = torch.cat([scores, right.double(), counts[:, None].double()], 1)
+    rows = torch.cat([scores, positives.double(), counts[:, None].double()], 1)
     width = torch.full((1,), scores.shape[1], dtype=torch.float64, device=scores.device)
     return torch.cat([width, rows.flatten()])

@@ -31,7 +31,7 @@ class Metric(Member):
         """
         raise NotImplementedError
 
-    def joined(self, parts: Sequence[Total]) -> Total:
+    def merge(self, parts: Sequence[Total]) -> Total:
         """What batches, float64 [k] each, come to together: their sum, in their order."""
         total = np.zeros_like(parts[0])
         for part in parts:
@@ -67,7 +67,7 @@ class Metric(Member):
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last).lower()
 
     @classmethod
-    def called(cls, name: str) -> Metric | None:
+    def parse_name(cls, name: str) -> Metric | None:
         """The setting of this class whose columns have this name; None: none has."""
         return cls() if name == cls.model_fields["kind"].default else None
 
@@ -76,7 +76,7 @@ class Metric(Member):
         it is tried on made-up ones.
         """
         outputs = torch.zeros(2, *form.outputs)
-        y = form.task.made_up(stream(0, Purpose.DATA), 2, form.outputs)
+        y = form.task.random_targets(stream(0, Purpose.DATA), 2, form.outputs)
         self.sums(form, outputs, y.reshape(2, *form.target.shape))
 
     def refused(self, expected: str) -> ConfigError:
@@ -101,7 +101,7 @@ class Mean(Metric):
         return float(total[0] / total[1]) if total[1] else None
 
 
-def of_classes(
+def require_classes(
     metric: Metric, form: Form, outputs: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Task.classes`. Raises `ConfigError` for a task that has none."""
@@ -111,7 +111,7 @@ def of_classes(
     return classes
 
 
-def of_labels(
+def require_labels(
     metric: Metric, form: Form, outputs: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For each class, or label, whether it is chosen, whether it is right, and whether the row
@@ -119,20 +119,22 @@ def of_labels(
     """
     bits = form.task.bits(outputs, y)
     if bits is not None:
-        scores, right = bits
-        return scores > 0, right, torch.ones_like(right[:, :1])
-    scores, y, counts = of_classes(metric, form, outputs, y)
-    every = torch.arange(scores.shape[1], device=scores.device)
-    return scores.argmax(1)[:, None] == every, y[:, None] == every, counts[:, None]
+        scores, label_mask = bits
+        return scores > 0, label_mask, torch.ones_like(label_mask[:, :1])
+    scores, y, counts = require_classes(metric, form, outputs, y)
+    class_ids = torch.arange(scores.shape[1], device=scores.device)
+    return scores.argmax(1)[:, None] == class_ids, y[:, None] == class_ids, counts[:, None]
 
 
-def of_numbers(metric: Metric, form: Form, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def require_numbers(
+    metric: Metric, form: Form, outputs: Tensor, y: Tensor
+) -> tuple[Tensor, Tensor]:
     """See `Task.numbers`, in float64. Raises `ConfigError` for a task that has none."""
     numbers = form.task.numbers(outputs, y)
     if numbers is None:
         raise metric.refused(f"{form.task.kind} has no numbers to predict")
-    predicted, actual = numbers
-    return predicted.double(), actual.double()
+    predictions, actual = numbers
+    return predictions.double(), actual.double()
 
 
 def pair(total: Tensor, count: Tensor | int) -> Tensor:

@@ -10,7 +10,15 @@ from pydantic import Field
 from torch import Tensor
 
 from raydpfl.errors import ConfigError
-from raydpfl.models.metrics.base import Mean, Metric, Percent, Total, of_classes, of_labels, pair
+from raydpfl.models.metrics.base import (
+    Mean,
+    Metric,
+    Percent,
+    Total,
+    pair,
+    require_classes,
+    require_labels,
+)
 from raydpfl.models.tasks import Form
 
 
@@ -22,10 +30,10 @@ class Accuracy(Mean, Percent):
     kind: str = "accuracy"
 
     def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
-        right, counted = form.task.right(outputs, y)
-        if not isinstance(right, Tensor):
-            right = torch.full((), right, device=outputs.device)
-        return pair(right, counted)
+        correct_count, total_count = form.task.right(outputs, y)
+        if not isinstance(correct_count, Tensor):
+            correct_count = torch.full((), correct_count, device=outputs.device)
+        return pair(correct_count, total_count)
 
 
 class TopK(Mean, Percent):
@@ -43,7 +51,7 @@ class TopK(Mean, Percent):
         return f"top_{self.k}"
 
     @classmethod
-    def called(cls, name: str) -> Metric | None:
+    def parse_name(cls, name: str) -> Metric | None:
         match = re.fullmatch(r"top_([1-9]\d{0,8})", name)
         return cls(k=int(match[1])) if match else None
 
@@ -54,12 +62,12 @@ class TopK(Mean, Percent):
             raise ConfigError("evaluate.metrics.k", self.k, expected)
 
     def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
-        scores, y, counts = of_classes(self, form, outputs, y)
-        its = scores.gather(1, y[:, None])
-        lower = torch.arange(scores.shape[1], device=scores.device) < y[:, None]
+        scores, y, counts = require_classes(self, form, outputs, y)
+        target_scores = scores.gather(1, y[:, None])
+        lower_classes = torch.arange(scores.shape[1], device=scores.device) < y[:, None]
         # a score that is NaN is behind none
-        before = (~((scores < its) | ((scores == its) & ~lower))).sum(1)
-        return pair(((before < self.k) & counts).sum(), counts.sum())
+        ranks = (~((scores < target_scores) | ((scores == target_scores) & ~lower_classes))).sum(1)
+        return pair(((ranks < self.k) & counts).sum(), counts.sum())
 
 
 class BalancedAccuracy(Percent):
@@ -71,14 +79,14 @@ class BalancedAccuracy(Percent):
     kind: str = "balanced_accuracy"
 
     def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
-        chosen, right, counts = of_labels(self, form, outputs, y)
-        actual = right & counts
-        return torch.cat([(chosen & actual).sum(0), actual.sum(0)])
+        chosen_mask, label_mask, counts = require_labels(self, form, outputs, y)
+        actual = label_mask & counts
+        return torch.cat([(chosen_mask & actual).sum(0), actual.sum(0)])
 
     def value(self, total: Total) -> float | None:
-        met, actual = total.reshape(2, -1)
-        there = actual > 0
-        return float((met[there] / actual[there]).mean()) if there.any() else None
+        hits, actual = total.reshape(2, -1)
+        mask = actual > 0
+        return float((hits[mask] / actual[mask]).mean()) if mask.any() else None
 
 
 class F1(Percent):
@@ -99,23 +107,23 @@ class F1(Percent):
         return "f1" if self.average == "macro" else "f1_micro"
 
     @classmethod
-    def called(cls, name: str) -> Metric | None:
+    def parse_name(cls, name: str) -> Metric | None:
         return {"f1": cls(), "f1_micro": cls(average="micro")}.get(name)
 
     def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
-        chosen, right, counts = of_labels(self, form, outputs, y)
-        both = (chosen & right & counts).sum(0)
-        return torch.cat([both, (chosen & counts).sum(0), (right & counts).sum(0)])
+        chosen_mask, label_mask, counts = require_labels(self, form, outputs, y)
+        hits = (chosen_mask & label_mask & counts).sum(0)
+        return torch.cat([hits, (chosen_mask & counts).sum(0), (label_mask & counts).sum(0)])
 
     def value(self, total: Total) -> float | None:
-        both, predicted, actual = total.reshape(3, -1)
+        hits, predictions, actual = total.reshape(3, -1)
         if self.average == "micro":
-            both, predicted, actual = (
-                counts.sum(keepdims=True) for counts in (both, predicted, actual)
+            hits, predictions, actual = (
+                counts.sum(keepdims=True) for counts in (hits, predictions, actual)
             )
-        there = predicted + actual > 0
-        scores = 2 * both[there] / (predicted[there] + actual[there])
-        return float(scores.mean()) if there.any() else None
+        mask = predictions + actual > 0
+        scores = 2 * hits[mask] / (predictions[mask] + actual[mask])
+        return float(scores.mean()) if mask.any() else None
 
 
 class ConfusionMatrix(Metric):
@@ -127,11 +135,11 @@ class ConfusionMatrix(Metric):
     kind: str = "confusion_matrix"
 
     def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
-        scores, y, counts = of_classes(self, form, outputs, y)
+        scores, y, counts = require_classes(self, form, outputs, y)
         classes = scores.shape[1]
         cells = y * classes + scores.argmax(1)
-        found = torch.zeros(classes * classes, dtype=torch.int64, device=scores.device)
-        return found.scatter_add_(0, cells, counts.long())
+        cell_counts = torch.zeros(classes * classes, dtype=torch.int64, device=scores.device)
+        return cell_counts.scatter_add_(0, cells, counts.long())
 
     def value(self, total: Total) -> float | None:
         return None
@@ -141,6 +149,6 @@ class ConfusionMatrix(Metric):
 
     def cells(self, total: Total) -> dict[str, np.ndarray]:
         classes = math.isqrt(len(total))
-        there = np.flatnonzero(total)
-        columns = (there // classes, there % classes, total[there].astype(np.int64))
+        places = np.flatnonzero(total)
+        columns = (places // classes, places % classes, total[places].astype(np.int64))
         return dict(zip(self.columns(), columns, strict=True))

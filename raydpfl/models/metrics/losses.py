@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raydpfl.models.metrics.base import Mean, Metric, Total, of_classes, of_numbers, pair
+from raydpfl.models.metrics.base import Mean, Metric, Total, pair, require_classes, require_numbers
 from raydpfl.models.tasks import Form
 
 
@@ -36,7 +36,7 @@ class Perplexity(MeanLoss):
     kind: str = "perplexity"
 
     def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
-        scores, y, counts = of_classes(self, form, outputs, y)
+        scores, y, counts = require_classes(self, form, outputs, y)
         losses = F.cross_entropy(scores, y, reduction="none").double()
         # of a position that does not count it may be infinite
         return pair(torch.where(counts, losses, 0.0).sum(), counts.sum())
@@ -54,8 +54,8 @@ class MeanSquaredError(MeanLoss):
     kind: str = "mse"
 
     def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
-        predicted, actual = of_numbers(self, form, outputs, y)
-        return pair(((predicted - actual) ** 2).sum(), actual.numel())
+        predictions, actual = require_numbers(self, form, outputs, y)
+        return pair(((predictions - actual) ** 2).sum(), actual.numel())
 
 
 class MeanAbsoluteError(MeanLoss):
@@ -64,8 +64,8 @@ class MeanAbsoluteError(MeanLoss):
     kind: str = "mae"
 
     def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
-        predicted, actual = of_numbers(self, form, outputs, y)
-        return pair((predicted - actual).abs().sum(), actual.numel())
+        predictions, actual = require_numbers(self, form, outputs, y)
+        return pair((predictions - actual).abs().sum(), actual.numel())
 
 
 class R2(Metric):
@@ -77,28 +77,28 @@ class R2(Metric):
     kind: str = "r2"
 
     def sums(self, form: Form, outputs: Tensor, y: Tensor) -> Tensor:
-        predicted, actual = of_numbers(self, form, outputs, y)
-        errors = ((predicted - actual) ** 2).sum(0)
+        predictions, actual = require_numbers(self, form, outputs, y)
+        errors = ((predictions - actual) ** 2).sum(0)
         center = actual.mean(0)
         count = torch.full_like(center, len(actual))
         return torch.cat([count, center, ((actual - center) ** 2).sum(0), errors])
 
-    def joined(self, parts: Sequence[Total]) -> Total:
+    def merge(self, parts: Sequence[Total]) -> Total:
         """Means and squares about them put together without cancellation (Chan et al., 1979)."""
         count, center, squares, errors = parts[0].reshape(4, -1)
         for part in parts[1:]:
-            more, mean, within, residuals = part.reshape(4, -1)
-            both = count + more
+            part_count, mean, part_squares, residuals = part.reshape(4, -1)
+            total_count = count + part_count
             shift = mean - center
-            squares = squares + within + shift**2 * count * more / both
-            center = center + shift * more / both
-            count, errors = both, errors + residuals
+            squares = squares + part_squares + shift**2 * count * part_count / total_count
+            center = center + shift * part_count / total_count
+            count, errors = total_count, errors + residuals
         return np.concatenate([count, center, squares, errors])
 
     def value(self, total: Total) -> float | None:
         _, _, squares, errors = total.reshape(4, -1)
-        there = squares > 0
-        return float((1 - errors[there] / squares[there]).mean()) if there.any() else None
+        mask = squares > 0
+        return float((1 - errors[mask] / squares[mask]).mean()) if mask.any() else None
 
     def sign(self) -> int:
         return 1

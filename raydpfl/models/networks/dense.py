@@ -12,7 +12,7 @@ from raydpfl.models.base import Model, Shape, dense
 class Softmax(Model):
     """Softmax regression: one linear layer with bias. For numeric targets see `linear`."""
 
-    classifies: ClassVar[bool] = True
+    is_classifier: ClassVar[bool] = True
     kind: str = "softmax"
 
     def module(self, shape: Shape, outputs: int) -> nn.Module:
@@ -54,12 +54,12 @@ class Mlp(Model):
 
     @field_validator("hidden", mode="before", json_schema_input_type=int | tuple[int, ...])
     @classmethod
-    def _one(cls, value: Any) -> Any:
+    def _wrap_hidden(cls, value: Any) -> Any:
         return (value,) if isinstance(value, int | float) else value
 
     @field_validator("hidden")
     @classmethod
-    def _positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+    def _check_hidden(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if not value or min(value) < 1:
             raise ValueError("at least one hidden layer, each of at least 1 unit")
         return value

@@ -41,8 +41,8 @@ class MobileNetV2(Net):
         channels, *_ = self.image(shape, 8)
         net = mobilenet_v2(num_classes=outputs, width_mult=self.width, dropout=0.0)
         stride = 1 if self.stem == "small" else 2
-        first = net.features[0][0].out_channels
-        net.features[0][0] = nn.Conv2d(channels, first, 3, stride, padding=1, bias=False)
+        stem_channels = net.features[0][0].out_channels
+        net.features[0][0] = nn.Conv2d(channels, stem_channels, 3, stride, padding=1, bias=False)
         nn.init.kaiming_normal_(net.features[0][0].weight, mode="fan_out")
         if self.stem == "small":
             net.features[2].conv[1][0].stride = (1, 1)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from raydpfl.errors import RAISED, ConfigError, one_line
+from raydpfl.errors import USER_EXCEPTIONS, ConfigError, one_line
 from raydpfl.models.networks.module import Module, factory
 from raydpfl.models.tasks import Form
 
@@ -24,14 +24,14 @@ class HuggingFace(Module):
             arguments["vocab_size"] = form.tokens
         try:
             module = make(make.config_class(**{**arguments, **self.args}))
-        except RAISED as error:
+        except USER_EXCEPTIONS as error:
             expected = f"fields of {make.config_class.__name__} ({one_line(error)})"
             raise ConfigError("model.args", self.args, expected) from None
         module.register_forward_hook(partial(_scores, form.outputs))
         return module
 
 
-def is_one(module: object) -> bool:
+def is_transformers_class(module: object) -> bool:
     """Whether an object is such a class."""
     is_module = isinstance(module, type) and issubclass(module, nn.Module)
     return is_module and hasattr(module, "config_class")

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import nn
 
 from raydpfl.config.registry import load
-from raydpfl.errors import RAISED, ConfigError, in_line
+from raydpfl.errors import USER_EXCEPTIONS, ConfigError, located_message
 from raydpfl.models.base import Model
 from raydpfl.models.tasks import Form
 
@@ -29,8 +29,8 @@ class Module(Model):
         make = factory(self.kind)
         try:
             return make(**self.args)
-        except RAISED as error:  # a user's constructor may raise anything
-            expected = f"what {self.kind} can be called with ({in_line(error)})"
+        except USER_EXCEPTIONS as error:  # a user's constructor may raise anything
+            expected = f"what {self.kind} can be called with ({located_message(error)})"
             raise ConfigError("model.args", self.args, expected) from None
 
 
@@ -45,8 +45,8 @@ def factory(path: str) -> Callable[..., Any]:
         if issubclass(function, (nn.Module, Model)):
             return function
         raise ConfigError("model.kind", path, f"a torch.nn.Module, not {function.__name__}")
-    makes = _declared(function) if isinstance(function, FunctionType) else None
-    if isinstance(makes, type) and issubclass(makes, nn.Module):
+    return_type = _return_annotation(function) if isinstance(function, FunctionType) else None
+    if isinstance(return_type, type) and issubclass(return_type, nn.Module):
         return function
     expected = "a class or a function that makes a torch.nn.Module"
     if callable(function):
@@ -55,13 +55,13 @@ def factory(path: str) -> Callable[..., Any]:
     raise ConfigError("model.kind", path, expected)
 
 
-def _declared(function: FunctionType) -> Any:
+def _return_annotation(function: FunctionType) -> Any:
     """The return annotation of a function; text is looked up as a name, not evaluated."""
-    returned = function.__annotations__.get("return")
-    if not isinstance(returned, str):
-        return returned
-    first, *parts = returned.strip("'\"").split(".")
-    annotation = inspect.unwrap(function).__globals__.get(first)
+    declared_type = function.__annotations__.get("return")
+    if not isinstance(declared_type, str):
+        return declared_type
+    root_name, *parts = declared_type.strip("'\"").split(".")
+    annotation = inspect.unwrap(function).__globals__.get(root_name)
     for part in parts:
         annotation = getattr(annotation, part, None)
     return annotation

@@ -66,19 +66,19 @@ class CharLstm(TokenModel):
     def tokens(
         self, tokens: int, length: int, outputs: int, pick: Callable[[Tensor], Tensor]
     ) -> nn.Module:
-        embed = nn.Embedding(tokens, self.embedding)
+        embedding = nn.Embedding(tokens, self.embedding)
         lstm = nn.LSTM(self.embedding, self.hidden, self.layers, batch_first=True)
-        return Lstm(embed, lstm, nn.Linear(self.hidden, outputs), pick)
+        return Lstm(embedding, lstm, nn.Linear(self.hidden, outputs), pick)
 
 
 class Lstm(nn.Module):
     """Scores of tokens, int64 [batch, length]."""
 
     def __init__(
-        self, embed: nn.Embedding, lstm: nn.LSTM, out: nn.Linear, pick: Callable[[Tensor], Tensor]
+        self, table: nn.Embedding, lstm: nn.LSTM, out: nn.Linear, pick: Callable[[Tensor], Tensor]
     ):
         super().__init__()
-        self.embed = embed
+        self.embed = table
         self.lstm = lstm
         self.out = out
         self.pick = pick
@@ -101,7 +101,7 @@ class Transformer(TokenModel):
         {"width": 8, "heads": 2, "layers": 1},
         {"width": 8, "heads": 2, "layers": 1, "lora": {"rank": 2, "targets": ["into", "down"]}},
     )
-    newer: ClassVar[frozenset[str]] = TokenModel.newer | {"inner"}
+    added_fields: ClassVar[frozenset[str]] = TokenModel.added_fields | {"inner"}
     width: int = Field(default=64, ge=1, description="length of a position's vector")
     heads: int = Field(default=4, ge=1, description="of attention, which divide width")
     layers: int = Field(default=2, ge=1, description="blocks")
@@ -110,7 +110,7 @@ class Transformer(TokenModel):
     )
 
     @model_validator(mode="after")
-    def _divides(self) -> Transformer:
+    def _check_heads(self) -> Transformer:
         if self.width % self.heads:
             expected = f"a number that divides model.width = {self.width}"
             raise ConfigError("model.heads", self.heads, expected)
@@ -170,9 +170,9 @@ class TransformerBlock(nn.Module):
             self._heads(part) for part in self.into(self.before(x)).chunk(3, 2)
         )
         scores = queries @ keys.mT * queries.shape[-1] ** -0.5
-        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
-        seen = torch.softmax(scores.masked_fill(later, -torch.inf), -1) @ values
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        future_mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        attention = torch.softmax(scores.masked_fill(future_mask, -torch.inf), -1) @ values
+        x = x + self.out(attention.transpose(1, 2).flatten(2))
         return x + self.down(F.relu(self.up(self.between(x))))
 
     def _heads(self, part: Tensor) -> Tensor:
@@ -202,12 +202,12 @@ class EmbeddingMean(Model):
 class MeanOfEmbeddings(nn.Module):
     """Scores of texts, from their tokens int64 [batch, length]."""
 
-    def __init__(self, embed: nn.Embedding, out: nn.Linear):
+    def __init__(self, table: nn.Embedding, out: nn.Linear):
         super().__init__()
-        self.embed = embed
+        self.embed = table
         self.out = out
 
     def forward(self, x: Tensor) -> Tensor:
-        counted = (x != 0).to(torch.float32)
-        total = (self.embed(x) * counted[..., None]).sum(1)
-        return self.out(total / counted.sum(1, keepdim=True).clamp(min=1.0))
+        token_mask = (x != 0).to(torch.float32)
+        total = (self.embed(x) * token_mask[..., None]).sum(1)
+        return self.out(total / token_mask.sum(1, keepdim=True).clamp(min=1.0))

@@ -16,7 +16,7 @@ TOKENS = 16  # of made-up inputs at most, so that they have repeats
 Count = Tensor | int
 Shape = tuple[int, ...]
 Classes = int | tuple[str, ...] | None
-Closed = Literal["softmax", "squares"]
+LossForm = Literal["softmax", "squares"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Task(Member):
         """Where numbers are predicted: those, and those that they are to be, float32 [B, k]."""
         return None
 
-    def ignored(self) -> int:
+    def ignore_index(self) -> int:
         """The target of a position that does not count."""
         return -100
 
@@ -101,15 +101,15 @@ class Task(Member):
         """
         raise NotImplementedError
 
-    def typical(self) -> Target:
+    def example_target(self) -> Target:
         """Targets of a sample that the task could have, for the check of its contract."""
         raise NotImplementedError
 
-    def made_up(self, generator: np.random.Generator, rows: int, outputs: Shape) -> Tensor:
+    def random_targets(self, generator: np.random.Generator, rows: int, outputs: Shape) -> Tensor:
         """Random targets of some rows for a model with outputs of this shape for a sample."""
         raise NotImplementedError
 
-    def closed(self) -> Closed | None:
+    def loss_form(self) -> LossForm | None:
         """The form of the loss by which backends write its gradient out: `softmax`, the
         cross-entropy of a class in int64, or `squares`, half the mean squared error in float32.
         None: they have to differentiate `loss`.

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raydpfl.errors import ConfigError
-from raydpfl.models.tasks.base import Classes, Closed, Count, Shape, Target, Targets, Task
+from raydpfl.models.tasks.base import Classes, Count, LossForm, Shape, Target, Targets, Task
 
 # at most: a larger class number is an id or a mistake, and a model would have an output for each
 # number below it
 CLASSES = 1 << 20
 # from so many classes on at least such a share of them has a sample, or they are ids
-MANY = 100
-FEW = 0.25
+MIN_CLASSES = 100
+MIN_SHARE = 0.25
 
 
 class Classification(Task):
@@ -43,21 +43,21 @@ class Classification(Task):
         if y.ndim != 1 or (y.dtype == object and not isinstance(y[0], str)):
             expected = "one column with a number or name to a row (several: task multi_label, "
             raise ConfigError("data.y", name, f"{expected}regression or sequence)")
-        both, names = numbered(name, np.concatenate([y, test_y]), classes)
-        count = classes if isinstance(classes, int) else len(names) or 1 + int(both.max())
-        return both[: len(y)], both[len(y) :], Target((), count, names)
+        labels, names = number_classes(name, np.concatenate([y, test_y]), classes)
+        count = classes if isinstance(classes, int) else len(names) or 1 + int(labels.max())
+        return labels[: len(y)], labels[len(y) :], Target((), count, names)
 
-    def typical(self) -> Target:
+    def example_target(self) -> Target:
         return Target((), 3)
 
-    def made_up(self, generator: np.random.Generator, rows: int, outputs: Shape) -> Tensor:
+    def random_targets(self, generator: np.random.Generator, rows: int, outputs: Shape) -> Tensor:
         return torch.from_numpy(generator.integers(outputs[-1], size=rows))
 
-    def closed(self) -> Closed | None:
+    def loss_form(self) -> LossForm | None:
         return "softmax" if type(self).loss is Classification.loss else None
 
 
-def numbered(
+def number_classes(
     name: str, labels: np.ndarray, classes: int | tuple[str, ...] | None
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Int64 class numbers, and the classes' names if they have any: whole numbers from 0 as they
@@ -67,7 +67,7 @@ def numbered(
         ConfigError: for numbers that are none of classes, or labels that are none of `classes`.
     """
     if isinstance(classes, tuple):
-        return _placed(name, labels, classes), classes
+        return _class_positions(name, labels, classes), classes
     if labels.dtype.kind in "biuf":
         whole = labels.min() >= 0 and labels.max() < CLASSES and (labels == np.floor(labels)).all()
         if not whole:
@@ -82,15 +82,15 @@ def numbered(
     return numbers.astype(np.int64), tuple(texts.tolist())
 
 
-def _placed(name: str, labels: np.ndarray, classes: tuple[str, ...]) -> np.ndarray:
+def _class_positions(name: str, labels: np.ndarray, classes: tuple[str, ...]) -> np.ndarray:
     """The place of each label among the names of the classes, int64."""
     if labels.dtype.kind == "f" and (labels == np.floor(labels)).all():
         labels = labels.astype(np.int64)
     places = {label: place for place, label in enumerate(classes)}
     texts, index = np.unique(labels.astype(str), return_inverse=True)
-    strange = [text for text in texts.tolist() if text not in places]
-    if strange:
-        expected = f"names of all labels of {name}; {strange[0]!r} is another"
+    unknown_labels = [text for text in texts.tolist() if text not in places]
+    if unknown_labels:
+        expected = f"names of all labels of {name}; {unknown_labels[0]!r} is another"
         raise ConfigError("data.classes", list(classes), expected)
     return np.array([places[text] for text in texts.tolist()], np.int64)[index]
 
@@ -102,7 +102,7 @@ def _check_count(name: str, labels: np.ndarray, classes: int | None) -> None:
         expected = f"more than {largest}, the largest label of {name}"
         raise ConfigError("data.classes", classes, expected)
     present = len(np.unique(labels))
-    if classes is None and largest + 1 >= MANY and present < FEW * (largest + 1):
+    if classes is None and largest + 1 >= MIN_CLASSES and present < MIN_SHARE * (largest + 1):
         remedy = "give data.classes: their number, or the list of the labels that there are"
         expected = f"class numbers from 0 without such gaps: {present} up to {largest}"
         raise ConfigError("data.y", name, f"{expected} ({remedy})")

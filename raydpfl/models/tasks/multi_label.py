@@ -41,23 +41,23 @@ class MultiLabel(Task):
     def targets(self, name: str, y: np.ndarray, test_y: np.ndarray, classes: Classes) -> Targets:
         names = classes if isinstance(classes, tuple) else ()
         if y.dtype == object:
-            both = [_names(name, column) for column in (y, test_y)]
+            label_lists = [_names(name, column) for column in (y, test_y)]
             names = names or tuple(
-                sorted({label for rows in both for row in rows for label in row})
+                sorted({label for rows in label_lists for row in rows for label in row})
             )
-            arrays = [_bits(rows, names) for rows in both]
+            arrays = [_bits(rows, names) for rows in label_lists]
         else:
             arrays = [_zeros_and_ones(name, column) for column in (y, test_y)]
         width = arrays[0].shape[1]
-        wanted = classes if isinstance(classes, int) else len(names) or width
-        if wanted != width:
+        label_count = classes if isinstance(classes, int) else len(names) or width
+        if label_count != width:
             raise ConfigError("data.classes", classes, f"{width}, the labels of {name}, or none")
         return arrays[0], arrays[1], Target((width,), 0, names)
 
-    def typical(self) -> Target:
+    def example_target(self) -> Target:
         return Target((3,))
 
-    def made_up(self, generator: np.random.Generator, rows: int, outputs: Shape) -> Tensor:
+    def random_targets(self, generator: np.random.Generator, rows: int, outputs: Shape) -> Tensor:
         return torch.from_numpy(generator.integers(2, size=(rows, *outputs))).float()
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raydpfl.errors import ConfigError
-from raydpfl.models.tasks.base import Classes, Closed, Shape, Target, Targets, Task
+from raydpfl.models.tasks.base import Classes, LossForm, Shape, Target, Targets, Task
 
 
 class Regression(Task):
@@ -40,12 +40,12 @@ class Regression(Task):
             raise ConfigError("data.y", name, "numbers below 3.4e38, for regression")
         return arrays[0], arrays[1], Target(y.shape[1:])
 
-    def typical(self) -> Target:
+    def example_target(self) -> Target:
         return Target((2,))
 
-    def made_up(self, generator: np.random.Generator, rows: int, outputs: Shape) -> Tensor:
+    def random_targets(self, generator: np.random.Generator, rows: int, outputs: Shape) -> Tensor:
         shape = (rows,) if outputs == (1,) else (rows, *outputs)
         return torch.from_numpy(generator.random(shape)).float()
 
-    def closed(self) -> Closed | None:
+    def loss_form(self) -> LossForm | None:
         return "squares" if type(self).loss is Regression.loss else None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raydpfl.errors import ConfigError
 from raydpfl.models.tasks.base import Classes, Count, Shape, Target, Targets, Task
-from raydpfl.models.tasks.classification import numbered
+from raydpfl.models.tasks.classification import number_classes
 
 
 class Sequence(Task):
@@ -25,7 +25,7 @@ class Sequence(Task):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"ignore": 1})
     ignore: int = Field(default=-100, description="the target of a position that does not count")
 
-    def ignored(self) -> int:
+    def ignore_index(self) -> int:
         return self.ignore
 
     def outputs(self, target: Target) -> tuple[int, ...]:
@@ -41,36 +41,36 @@ class Sequence(Task):
         return ("accuracy", "perplexity", "loss")
 
     def right(self, outputs: Tensor, y: Tensor) -> tuple[Count, Count]:
-        counted = y != self.ignore
-        return ((outputs.argmax(-1) == y) & counted).sum(), counted.sum()
+        counted_mask = y != self.ignore
+        return ((outputs.argmax(-1) == y) & counted_mask).sum(), counted_mask.sum()
 
     def classes(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         flat = y.flatten()
-        counted = flat != self.ignore
-        return outputs.flatten(0, -2), flat.where(counted, 0), counted
+        counted_mask = flat != self.ignore
+        return outputs.flatten(0, -2), flat.where(counted_mask, 0), counted_mask
 
     def targets(self, name: str, y: np.ndarray, test_y: np.ndarray, classes: Classes) -> Targets:
         width = max((len(row) for column in (y, test_y) for row in _rows(name, column)), default=0)
-        arrays = [self._filled(name, column, width) for column in (y, test_y)]
-        counted = np.concatenate([column[column != self.ignore] for column in arrays])
-        if not len(counted):
+        arrays = [self._pad_rows(name, column, width) for column in (y, test_y)]
+        flat = np.concatenate([column[column != self.ignore] for column in arrays])
+        if not len(flat):
             raise ConfigError("data.y", name, f"targets; all of these are {self.ignore}, ignored")
         number = len(classes) if isinstance(classes, tuple) else classes
-        numbered(name, counted, number)
+        number_classes(name, flat, number)
         names = classes if isinstance(classes, tuple) else ()
-        return arrays[0], arrays[1], Target((width,), number or 1 + int(counted.max()), names)
+        return (arrays[0], arrays[1], Target((width,), number or 1 + int(flat.max()), names))
 
-    def _filled(self, name: str, column: np.ndarray, width: int) -> np.ndarray:
+    def _pad_rows(self, name: str, column: np.ndarray, width: int) -> np.ndarray:
         """Int64 [rows, width]."""
-        filled = np.full((len(column), width), self.ignore, np.int64)
+        padded_rows = np.full((len(column), width), self.ignore, np.int64)
         for row, values in enumerate(_rows(name, column)):
-            filled[row, : len(values)] = values
-        return filled
+            padded_rows[row, : len(values)] = values
+        return padded_rows
 
-    def typical(self) -> Target:
+    def example_target(self) -> Target:
         return Target((5,), 4)
 
-    def made_up(self, generator: np.random.Generator, rows: int, outputs: Shape) -> Tensor:
+    def random_targets(self, generator: np.random.Generator, rows: int, outputs: Shape) -> Tensor:
         y = generator.integers(outputs[-1], size=(rows, *outputs[:-1]))
         y[:, 1::3] = self.ignore
         return torch.from_numpy(y)

@@ -35,18 +35,18 @@ class Accountant:
         """
         sampling = mechanism.sampling
         scheme = sampling.scheme
-        impossible = mechanism.refuses(relation)
+        mechanism_refusal = mechanism.refuses(relation)
         skellam = mechanism.integer is not None and mechanism.integer.renyi_alone
         if skellam and self.needs != NEEDS["rdp"]:
-            impossible = f"Skellam noise is not covered by {self.name}; nearest: rdp"
+            mechanism_refusal = f"Skellam noise is not covered by {self.name}; nearest: rdp"
         if mechanism.laplace:
-            return impossible or laplace.refuses(sampling, relation, self.name, self.needs)
-        if impossible or sampling.everyone:
-            return impossible
-        refused = scheme.refuses(relation)
+            return mechanism_refusal or laplace.refuses(sampling, relation, self.name, self.needs)
+        if mechanism_refusal or sampling.everyone:
+            return mechanism_refusal
+        scheme_refusal = scheme.refuses(relation)
         needs = "amplified" if skellam else self.needs
-        if refused or not sampling.hidden or scheme.gives(needs):
-            return refused
+        if scheme_refusal or not sampling.hidden or scheme.gives(needs):
+            return scheme_refusal
         if skellam:
             return f"{scheme.plural()} are not covered with Skellam noise; nearest: fixed size"
         nearest = [name for name, method in NEEDS.items() if scheme.gives(method)]
@@ -75,11 +75,11 @@ class Accountant:
 
     def tradeoff(self, mechanism: Mechanism, relation: Relation, rounds: int, v: float) -> TradeOff:
         """The trade-off curve after `rounds` rounds: a lower bound if it is rigorous."""
-        return TradeOff.sampled(lambda at: self.delta(mechanism, relation, at, rounds, v))
+        return TradeOff.from_delta(lambda at: self.delta(mechanism, relation, at, rounds, v))
 
     def tradeoff_of(self, event: Event, count: int) -> TradeOff:
         """The same after `count` events."""
-        return TradeOff.sampled(lambda at: self.delta_of(event, at, count))
+        return TradeOff.from_delta(lambda at: self.delta_of(event, at, count))
 
     def curve(self, event: Event, delta: float, counts: np.ndarray) -> np.ndarray:
         """Epsilon at `delta` after `counts` int64 [n], consecutive numbers of events, and what is
@@ -133,11 +133,11 @@ class Formula(Accountant):
     def covers(self, mechanism: Mechanism, relation: Relation) -> None:
         """None: a formula can always be printed, with the conditions that fail."""
 
-    def own_delta(self) -> bool:
+    def has_own_delta(self) -> bool:
         """Whether its epsilon is at a delta of its own, not at the one asked for."""
         return False
 
-    def refused(self, failed: tuple[str, ...]) -> tuple[str, ...]:
+    def refused(self, failures: tuple[str, ...]) -> tuple[str, ...]:
         """Those of the failed conditions for which it refuses to calibrate noise."""
         return ()
 
@@ -166,5 +166,5 @@ class Formula(Accountant):
         self, epsilon: float, std: float, delta: float, **client: Any
     ) -> tuple[float, tuple[str, ...]]:
         """The delta that its `epsilon` at this noise is at, and the conditions that fail there."""
-        printed, at = self.printed(std, delta, **client)
-        return at, printed.conditions_failed
+        claim, claim_delta = self.printed(std, delta, **client)
+        return claim_delta, claim.conditions_failed

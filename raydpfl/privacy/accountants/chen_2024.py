@@ -20,17 +20,17 @@ class Tcdp(Formula):
     name = f"{PAPERS['002']} tCDP"
     calibration = "tcdp"
 
-    def refused(self, failed):
-        return failed
+    def refused(self, failures):
+        return failures
 
     def printed(self, std, delta, **client):
         surprise = math.log(1 / delta)
-        rho, omega, failed = tcdp(std, **client)
+        rho, omega, failures = tcdp(std, **client)
         if not omega > 1:
-            return FormulaValue(math.inf, (*failed, f"omega = {omega:.4g} > 1")), delta
-        if delta >= least_delta(rho, omega):
-            return FormulaValue(rho + 2 * math.sqrt(rho * surprise), failed), delta
-        return FormulaValue(rho * omega + surprise / (omega - 1), failed), delta
+            return FormulaValue(math.inf, (*failures, f"omega = {omega:.4g} > 1")), delta
+        if delta >= min_delta(rho, omega):
+            return FormulaValue(rho + 2 * math.sqrt(rho * surprise), failures), delta
+        return FormulaValue(rho * omega + surprise / (omega - 1), failures), delta
 
     def noise(self, epsilon, delta, **client):
         if not (0 < epsilon < math.inf):
@@ -39,11 +39,11 @@ class Tcdp(Formula):
         # of rho, without cancellation
         root = epsilon / (math.sqrt(surprise + epsilon) + math.sqrt(surprise))
         std = client["bound"] / client["samples"] * math.sqrt(26 * client["steps"]) / root
-        rho, omega, failed = tcdp(std, **client)
-        limit = least_delta(rho, omega) if omega > 1 else 1.0
+        rho, omega, failures = tcdp(std, **client)
+        limit = min_delta(rho, omega) if omega > 1 else 1.0
         if delta < limit:
-            failed += (f"delta = {delta:.4g} >= e^(-(omega-1)^2 rho) = {limit:.4g}",)
-        return FormulaValue(std, failed)
+            failures += (f"delta = {delta:.4g} >= e^(-(omega-1)^2 rho) = {limit:.4g}",)
+        return FormulaValue(std, failures)
 
 
 class Theorem5(Formula):
@@ -53,22 +53,22 @@ class Theorem5(Formula):
 
     name = f"{PAPERS['002']} Theorem 5"
 
-    def own_delta(self):
+    def has_own_delta(self):
         return True
 
     def printed(self, std, delta, **client):
-        rho, omega, failed = tcdp(std, **client)
+        rho, omega, failures = tcdp(std, **client)
         value = _limit(**client) - rho
-        failed += () if omega > 1 else (f"omega = {omega:.4g} > 1",)
-        return FormulaValue(value if value >= 0 else math.inf, failed), least_delta(rho, omega)
+        failures += () if omega > 1 else (f"omega = {omega:.4g} > 1",)
+        return FormulaValue(value if value >= 0 else math.inf, failures), min_delta(rho, omega)
 
     def noise(self, epsilon, delta, **client):
         """By rho = 2 rho omega - epsilon; or infinite."""
-        most = _limit(**client)
-        if epsilon >= most:
-            limit = f"{most:.4g}, which the formula approaches as the noise grows"
+        epsilon_limit = _limit(**client)
+        if epsilon >= epsilon_limit:
+            limit = f"{epsilon_limit:.4g}, which the formula approaches as the noise grows"
             return FormulaValue(math.inf, (f"epsilon {epsilon:.4g} < {limit}",))
-        root = math.sqrt(26 * client["steps"] / (most - epsilon))
+        root = math.sqrt(26 * client["steps"] / (epsilon_limit - epsilon))
         std = client["bound"] / client["samples"] * root
         return FormulaValue(std, self.printed(std, delta, **client)[0].conditions_failed)
 
@@ -92,11 +92,11 @@ def tcdp(
         f"ln(1/q) = {amplification:.4g} >= 3 rho1 (2 + log2(1/rho1))": amplification >= order,
         f"ln(1/q) / (2 rho1) = {2 * omega:.4g} >= 3": 2 * omega >= 3,
     }
-    failed = tuple(text for text, holds in conditions.items() if not holds)
-    return 13 * q * q * steps * rho1, omega, failed
+    failures = tuple(text for text, holds in conditions.items() if not holds)
+    return 13 * q * q * steps * rho1, omega, failures
 
 
-def least_delta(rho: float, omega: float) -> float:
+def min_delta(rho: float, omega: float) -> float:
     """e^(-(omega-1)^2 rho), down to which 002 Lemma 2 converts."""
     return math.exp(-((omega - 1) * rho * (omega - 1))) if rho else 0.0
 

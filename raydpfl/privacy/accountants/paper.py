@@ -21,7 +21,7 @@ from raydpfl.privacy.sampling import Sampling
 
 class Paper(Accountant):
     """The formula for noise on clients' updates; the papers leave its constant `v` open. At local
-    steps it stands for the formulas of 002 and 003 (`raydpfl.privacy.accountants.resolved`).
+    steps it stands for the formulas of 002 and 003 (`resolve_accountants`).
     """
 
     name = "paper"
@@ -33,10 +33,10 @@ class Paper(Accountant):
 
     def epsilons(self, mechanism, relation, delta, first, last, v):
         rounds = np.arange(first, last + 1)
-        return _scale(mechanism.sampling, rounds, delta, v) / mechanism.least_multiplier
+        return _scale(mechanism.sampling, rounds, delta, v) / mechanism.min_multiplier
 
     def delta(self, mechanism, relation, epsilon, rounds, v):
-        z = mechanism.least_multiplier
+        z = mechanism.min_multiplier
         return math.exp(-((epsilon * z / mechanism.sampling.q) ** 2) / (v * rounds))
 
 
@@ -65,8 +65,8 @@ def paper_epsilon(
     epsilon = paper_multiplier(1.0, sampling, rounds, delta, v) / z if z else math.inf
     limit = sampling.q**2 * rounds
     bound = f"epsilon {epsilon:.4g} <= u q^2 T = {limit:.4g} (u = 1; the paper leaves u open)"
-    drawn = f"cohorts of one fixed size, drawn without replacement (here: {sampling})"
-    conditions = {bound: epsilon <= limit, drawn: sampling.scheme.as_in_the_papers(sampling)}
+    rule = f"cohorts of one fixed size, drawn without replacement (here: {sampling})"
+    conditions = {bound: epsilon <= limit, rule: sampling.scheme.as_in_the_papers(sampling)}
     return FormulaValue(epsilon, tuple(words for words, holds in conditions.items() if not holds))
 
 

@@ -12,7 +12,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants.base import Formula, FormulaValue
 from raydpfl.privacy.papers import PAPERS
 from raydpfl.privacy.pld import gaussian_delta
-from raydpfl.privacy.search import halved, safe_end
+from raydpfl.privacy.search import bisect_brackets, safe_end
 
 
 class PersonalBudgets(Formula):
@@ -30,8 +30,8 @@ class PersonalBudgets(Formula):
 
     def noise(self, epsilon, delta, *, bound, batch, samples, steps):
         variance = budget_variance(epsilon, delta, batch=batch, samples=samples)
-        failed = _lemma2(epsilon, delta, batch, samples)
-        return FormulaValue(bound * math.sqrt(variance * steps), failed)
+        failures = _lemma2(epsilon, delta, batch, samples)
+        return FormulaValue(bound * math.sqrt(variance * steps), failures)
 
     def claims(self, std, delta, counts, *, bound, batch, samples, steps):
         """By bisection, to a relative 1e-13."""
@@ -39,12 +39,13 @@ class PersonalBudgets(Formula):
             std / (bound * np.sqrt(steps * counts)), np.asarray(batch), np.asarray(samples)
         )
 
-        def asks(log_epsilon: np.ndarray) -> np.ndarray:
-            asked = budget_variance(np.exp(log_epsilon), delta, batch=batch, samples=samples)
-            return np.sqrt(asked) > root
+        def unsafe(log_epsilon: np.ndarray) -> np.ndarray:
+            variance = budget_variance(np.exp(log_epsilon), delta, batch=batch, samples=samples)
+            return np.sqrt(variance) > root
 
         low, high = np.full(root.shape, -500.0), np.full(root.shape, 500.0)
-        return np.where(root > 0, np.exp(halved(asks, low, high, times=60)), math.inf)[()]
+        logs = bisect_brackets(unsafe, low, high, times=60)
+        return np.where(root > 0, np.exp(logs), math.inf)[()]
 
     def conditions(self, epsilon, std, delta, *, bound, batch, samples, steps):
         return delta, _lemma2(epsilon, delta, batch, samples)
@@ -74,10 +75,10 @@ def budget_variance(
     Raises:
         ConfigError: an argument is out of range.
     """
-    b, n, at = (np.asarray(value, float) for value in (batch, samples, delta))
+    b, n, deltas = (np.asarray(value, float) for value in (batch, samples, delta))
     for field, value, fits, expected in (
         ("epsilon", epsilon, np.asarray(epsilon) > 0, "a positive number, inf for a public client"),
-        ("delta", delta, (at > 0) & (at < 1), "a number between 0 and 1, both excluded"),
+        ("delta", delta, (deltas > 0) & (deltas < 1), "a number between 0 and 1, both excluded"),
         ("batch", batch, (b >= 1) & (b <= n), "from 1 to the client's samples ({})"),
     ):
         if not np.all(fits):
@@ -103,5 +104,5 @@ def _lemma2(epsilon: float, delta: float, batch: int, samples: int) -> tuple[str
     inner = float(unamplified_budget(epsilon, batch=batch, samples=samples))
     if math.isinf(epsilon) or inner < 10 or excess(inner) <= 0:
         return ()
-    most = safe_end(excess, 10.0, inner, xtol=0.0, rtol=1e-6)
-    return (f"eps' = {inner:.4g} <= {most:.4g} (Lemma 2, at delta / r = {delta / r:.3g})",)
+    inner_limit = safe_end(excess, 10.0, inner, xtol=0.0, rtol=1e-6)
+    return (f"eps' = {inner:.4g} <= {inner_limit:.4g} (Lemma 2, at delta / r = {delta / r:.3g})",)

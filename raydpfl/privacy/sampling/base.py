@@ -133,8 +133,8 @@ class Participations:
     def __str__(self) -> str:
         if self.repeats:
             return f"a client drawn at most {self.most} times"
-        of = "" if self.rounds is None else f" of {self.rounds}"
-        return f"a client in at most {self.most}{of} rounds"
+        rounds_text = "" if self.rounds is None else f" of {self.rounds}"
+        return f"a client in at most {self.most}{rounds_text} rounds"
 
 
 class SamplingScheme:
@@ -300,18 +300,20 @@ class SamplingScheme:
         """
         return False
 
-    def participations(self, sampling: Sampling, rounds: int, most: int | None) -> Participations:
-        """What a client spends against an observer who knows the cohorts; `most`: the largest
+    def participations(
+        self, sampling: Sampling, rounds: int, max_draws: int | None
+    ) -> Participations:
+        """What a client spends against an observer who knows the cohorts; `max_draws`: the largest
         number of times that any was drawn, None: unknown.
         """
-        times = rounds if most is None else min(most, rounds)
+        times = rounds if max_draws is None else min(max_draws, rounds)
         return Participations(times, times, rounds)
 
-    def most(self, sampling: Sampling, rounds: int, composed: int) -> tuple[int, float]:
-        """For the check of a run's draws, where accountants compose `composed` rounds: trials, and
+    def most(self, sampling: Sampling, rounds: int, composed_rounds: int) -> tuple[int, float]:
+        """For the check of a run's draws, where accountants compose `composed_rounds`: trials, and
         the largest chance of any client in one.
         """
-        return composed, self.q(sampling)
+        return composed_rounds, self.q(sampling)
 
 
 SCHEMES: dict[str, SamplingScheme] = {}  # by name; the package's `__init__` puts them here

@@ -10,7 +10,7 @@ import numpy as np
 from raydpfl.privacy import pld, rdp
 from raydpfl.privacy.sampling.base import Sampling, SamplingScheme
 
-_UNLIKELY = 1e-12
+_UNLIKELY_CHANCE = 1e-12
 
 
 class FixedSizeSampling(SamplingScheme):
@@ -38,9 +38,9 @@ class FixedSizeSampling(SamplingScheme):
 
     def curves(self, sampling, mu, relation):
         if sampling.colluders:
-            parts = _by_colluders(sampling)
+            parts = _colluder_parts(sampling)
             return pld.mixture(
-                [(p, self.curves(rest, mu * more, relation)) for p, rest, more in parts]
+                [(p, self.curves(rest, mu * std_ratio, relation)) for p, rest, std_ratio in parts]
             )
         q = sampling.q
         if relation == "add_remove":
@@ -72,9 +72,9 @@ class FixedSizeSampling(SamplingScheme):
         without too, no more than that of everyone.
         """
         if sampling.colluders:
-            parts = _by_colluders(sampling)
+            parts = _colluder_parts(sampling)
             return rdp.mixture(
-                [(p, self.renyi(rest, mu * more, relation)) for p, rest, more in parts]
+                [(p, self.renyi(rest, mu * std_ratio, relation)) for p, rest, std_ratio in parts]
             )
         if relation == "add_remove":
             return rdp.poisson(sampling.q, 2 * mu)
@@ -85,7 +85,7 @@ class FixedSizeSampling(SamplingScheme):
         return rdp.fixed_size_of(sampling.q, renyi)
 
 
-def _by_colluders(sampling: Sampling) -> list[tuple[float, Sampling, float]]:
+def _colluder_parts(sampling: Sampling) -> list[tuple[float, Sampling, float]]:
     """By the number of colluders in a cohort: its probability, the sampling of the other clients,
     and how much larger the std of the sum's noise is than that of theirs. Numbers that are unlikely
     together (1e-12) count as one that is worse than each: the least of them for the chances of
@@ -94,20 +94,20 @@ def _by_colluders(sampling: Sampling) -> list[tuple[float, Sampling, float]]:
     from scipy.stats import hypergeom
 
     population, cohort, k = sampling.population, sampling.cohort, sampling.colluders or 0
-    others = population - k
-    counts = np.arange(max(0, cohort - others), min(k, cohort - 1) + 1)
+    other_count = population - k
+    counts = np.arange(max(0, cohort - other_count), min(k, cohort - 1) + 1)
     chances = hypergeom.pmf(counts, population, k, cohort)
     # but for cohorts of colluders alone, which show nothing
-    left = hypergeom.sf(counts - 1, population, k, cohort) - hypergeom.pmf(
+    tails = hypergeom.sf(counts - 1, population, k, cohort) - hypergeom.pmf(
         cohort, population, k, cohort
     )
     parts = []
-    for m, chance, above in zip(counts.tolist(), chances.tolist(), left.tolist(), strict=True):
-        last = above < _UNLIKELY or m == counts[-1]
-        known = int(counts[-1]) if last else m
-        rest = Sampling("fixed", others, cohort - m)
+    for m, chance, tail in zip(counts.tolist(), chances.tolist(), tails.tolist(), strict=True):
+        last = tail < _UNLIKELY_CHANCE or m == counts[-1]
+        count = int(counts[-1]) if last else m
+        rest = Sampling("fixed", other_count, cohort - m)
         parts.append(
-            (max(above, 1e-300) if last else chance, rest, math.sqrt(cohort / (cohort - known)))
+            (max(tail, 1e-300) if last else chance, rest, math.sqrt(cohort / (cohort - count)))
         )
         if last:
             break

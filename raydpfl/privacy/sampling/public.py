@@ -34,6 +34,6 @@ class PublicSampling(SamplingScheme):
         reason = "public cohorts show who is there, so add_remove cannot hold"
         return f"{reason}; nearest: zero_out or replace_one"
 
-    def participations(self, sampling, rounds, most):
-        times = rounds if most is None else min(most, rounds)
+    def participations(self, sampling, rounds, max_draws):
+        times = rounds if max_draws is None else min(max_draws, rounds)
         return Participations(times, times)

@@ -59,14 +59,14 @@ class RandomAllocationSampling(SamplingScheme):
         return False
 
     def words(self, sampling):
-        each = f"each in {sampling.per_epoch} of the {sampling.epoch} rounds or steps of an epoch"
-        return f"random allocation, {each}, {sampling.cohort} of {sampling.population} expected"
+        rule = f"each in {sampling.per_epoch} of the {sampling.epoch} rounds or steps of an epoch"
+        return f"random allocation, {rule}, {sampling.cohort} of {sampling.population} expected"
 
     def refuses(self, relation):
         if relation != "replace_one":
             return None
-        covered = "random allocation is covered under add_remove and zero_out only"
-        return f"{covered}; nearest: add_remove, or selection uniform with replace_one"
+        coverage = "random allocation is covered under add_remove and zero_out only"
+        return f"{coverage}; nearest: add_remove, or selection uniform with replace_one"
 
     def charged(self, sampling, rounds):
         """Whole epochs from their first round on. Of the first one, where k is 1, the next of
@@ -93,7 +93,7 @@ class RandomAllocationSampling(SamplingScheme):
         pair = random_allocation.curves(mu, rounds, 1, rounds / sampling.epoch)
         return pair, pair[::-1]
 
-    def participations(self, sampling, rounds, most):
+    def participations(self, sampling, rounds, max_draws):
         times = min(rounds, sampling.per_epoch * -(-rounds // sampling.epoch))
-        times = times if most is None else min(most, times)
+        times = times if max_draws is None else min(max_draws, times)
         return Participations(times, times, rounds)

@@ -55,13 +55,13 @@ class TruncatedPoissonSampling(SamplingScheme):
         return FixedSizeSampling().moved(sampling, relation)
 
     def curves(self, sampling, mu, relation):
-        return _mixed(sampling, pld.mixture, lambda part: part.scheme.curves(part, mu, relation))
+        return _mix(sampling, pld.mixture, lambda part: part.scheme.curves(part, mu, relation))
 
     def renyi(self, sampling, mu, relation):
-        return _mixed(sampling, rdp.mixture, lambda part: part.scheme.renyi(part, mu, relation))
+        return _mix(sampling, rdp.mixture, lambda part: part.scheme.renyi(part, mu, relation))
 
 
-def _mixed(sampling: Sampling, mixture: Callable, cost: Callable[[Sampling], Any]) -> Any:
+def _mix(sampling: Sampling, mixture: Callable, cost: Callable[[Sampling], Any]) -> Any:
     """The `mixture` of what a round costs where fewer than `cap` others are drawn, and of a bound
     on that where there are more. The others are as many as the population, for one that joins.
     """

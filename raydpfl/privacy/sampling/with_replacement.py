@@ -24,8 +24,8 @@ class SamplingWithReplacement(SamplingScheme):
 
     def check(self, sampling):
         p = sampling.p_max
-        least = 1 / sampling.population
-        if p is not None and not least <= p * (1 + 1e-9) <= 1 + 1e-9:
+        min_p = 1 / sampling.population
+        if p is not None and not min_p <= p * (1 + 1e-9) <= 1 + 1e-9:
             expected = f"a number from 1/{sampling.population} to 1, for draws with replacement"
             raise ConfigError("p_max", p, expected)
 
@@ -40,8 +40,8 @@ class SamplingWithReplacement(SamplingScheme):
     def refuses(self, relation):
         if relation == "replace_one":
             return None
-        covered = "draws with replacement are covered under replace_one only"
-        return f"{covered}; nearest: replace_one, by pld"
+        coverage = "draws with replacement are covered under replace_one only"
+        return f"{coverage}; nearest: replace_one, by pld"
 
     def moved(self, sampling, relation):
         return float(sampling.cohort)
@@ -59,13 +59,13 @@ class SamplingWithReplacement(SamplingScheme):
         """The largest probability of any client at one draw."""
         return sampling.p_max or 1 / sampling.population
 
-    def participations(self, sampling, rounds, most):
+    def participations(self, sampling, rounds, max_draws):
         """A client drawn m times in a round moves the sum m times as far, which costs as much as
         m^2 Gaussians; over the rounds, sum of m^2 <= (largest m) (sum of m).
         """
         draws = rounds * sampling.cohort
-        times = draws if most is None else min(most, draws)
+        times = draws if max_draws is None else min(max_draws, draws)
         return Participations(times, times * min(sampling.cohort, times), repeats=True)
 
-    def most(self, sampling, rounds, composed):
+    def most(self, sampling, rounds, composed_rounds):
         return rounds * sampling.cohort, self._likeliest(sampling)

@@ -29,31 +29,31 @@ FIRST = ("confusion", "curves", "points")
 FAMILY: dict[str, type[ReportItem]] = family(__name__, ReportItem, FIRST)
 
 
-def parse(item: Any, where: str, axes: Mapping[str, Sequence[str]] | None = None) -> ReportItem:
-    """An item of a `show` list: a mapping whose first key is a kind, or a member. `where`: its
+def parse(item: Any, field: str, axes: Mapping[str, Sequence[str]] | None = None) -> ReportItem:
+    """An item of a `show` list: a mapping whose first key is a kind, or a member. `field`: its
     dotted key, for messages; `axes`: that the cases of the study have, each with its labels; None:
     they are not known yet. Raises `ConfigError` for an unknown kind, field, axis or label.
     """
     kinds = [key for key in item if key in FAMILY] if isinstance(item, Mapping) else []
     if not kinds:
-        raise ConfigError(where, item, f"one of {', '.join(FAMILY)}, as in {{curves: test_loss}}")
+        raise ConfigError(field, item, f"one of {', '.join(FAMILY)}, as in {{curves: test_loss}}")
     kind = kinds[0]
     fields = {"kind": kind, **{key: value for key, value in item.items() if key != kind}}
     if item[kind] not in (None, {}):
         if "of" not in FAMILY[kind].model_fields:
             expected = "{}: it shows no number of one's choice"
-            raise ConfigError(f"{where}.{kind}", item[kind], expected)
+            raise ConfigError(f"{field}.{kind}", item[kind], expected)
         fields["of"] = item[kind]
-    shown = choose(where, fields, FAMILY, ReportItem)
+    report_item = choose(field, fields, FAMILY, ReportItem)
     if axes is not None:
-        for axis in shown.axes():
-            _check(where, axis, axes, "axes of the study")
-        for axis, label in shown.labels():
-            _check(where, label, axes[axis], f"labels of {axis}")
-    return shown
+        for axis in report_item.axes():
+            _check(field, axis, axes, "axes of the study")
+        for axis, label in report_item.labels():
+            _check(field, label, axes[axis], f"labels of {axis}")
+    return report_item
 
 
-def _check(where: str, name: str, names: Collection[str], what: str) -> None:
+def _check(field: str, name: str, names: Collection[str], noun: str) -> None:
     if name not in names:
-        near = [f"; nearest: {match}" for match in difflib.get_close_matches(name, names, 1)]
-        raise ConfigError(where, name, f"one of the {what}: {', '.join(names)}{''.join(near)}")
+        hints = [f"; nearest: {match}" for match in difflib.get_close_matches(name, names, 1)]
+        raise ConfigError(field, name, f"one of the {noun}: {', '.join(names)}{''.join(hints)}")

@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from raydpfl.config.registry import Member
-from raydpfl.report.labels import listed
+from raydpfl.report.labels import join_names
 from raydpfl.report.plot_style import Axes, LegendKey, Plot, Subplot, look
-from raydpfl.report.run_reader import ACROSS, LabelledRun, Panel, Run, arrange
+from raydpfl.report.run_reader import MAX_GRID_COLUMNS, LabelledRun, Panel, Run, arrange
 from raydpfl.report.tables import Table
 
 
@@ -28,7 +28,7 @@ class Need:
 
     def __str__(self) -> str:
         suffix = "bin" if self.table == "trajectory" else "parquet"
-        columns = f"{listed(self.columns)} in " if self.columns else ""
+        columns = f"{join_names(self.columns)} in " if self.columns else ""
         hint = f" ({self.hint})" if self.hint else ""
         return f"{columns}{self.table}.{suffix}{hint}"
 
@@ -38,7 +38,7 @@ class Missing:
     """What is left out, and why."""
 
     title: str
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Words:
 Piece = Plot | Table | Missing | Words
 
 
-def _one_or_more(value: Any) -> Any:
+def _tuple_of(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
@@ -61,17 +61,17 @@ def _labels(value: Any) -> Any:
     """Labels by axis as a study has them, which are texts as YAML writes them."""
     if not isinstance(value, dict):
         return value
-    several = {
+    tuples = {
         str(axis): labels if isinstance(labels, (list, tuple)) else (labels,)
         for axis, labels in value.items()
     }
     return {
         axis: tuple(label if isinstance(label, str) else json.dumps(label) for label in labels)
-        for axis, labels in several.items()
+        for axis, labels in tuples.items()
     }
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_more)]  # one name, or a list of them
+Names = Annotated[tuple[str, ...], BeforeValidator(_tuple_of)]  # one name, or a list of them
 Only = Annotated[dict[str, tuple[str, ...]], BeforeValidator(_labels)]
 
 
@@ -92,7 +92,7 @@ class ReportItem(Member):
     item's title, `note` is put behind its caption.
     """
 
-    axes_named: ClassVar[tuple[str, ...]] = ()  # the fields that name axes
+    axis_fields: ClassVar[tuple[str, ...]] = ()  # the fields that name axes
 
     only: Only = Field(default_factory=dict)
     title: str = ""
@@ -100,8 +100,8 @@ class ReportItem(Member):
 
     def axes(self) -> Iterable[str]:
         """The axes of the cases that the item names."""
-        for name in self.axes_named:
-            yield from _one_or_more(getattr(self, name))
+        for name in self.axis_fields:
+            yield from _tuple_of(getattr(self, name))
         yield from self.only
 
     def labels(self) -> Iterable[tuple[str, str]]:
@@ -114,8 +114,8 @@ class ReportItem(Member):
 
     def shown(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         """The item, of those of these runs that it shows."""
-        only = self.only.items()
-        cases = [case for case in cases if all(case.labels.get(axis) in of for axis, of in only)]
+        filters = self.only.items()
+        cases = [c for c in cases if all(c.labels.get(axis) in labels for axis, labels in filters)]
         return [
             replace(piece, caption=f"{piece.caption} {self.note}")
             if self.note and isinstance(piece, (Plot, Table))
@@ -139,7 +139,7 @@ class PlotItem(ReportItem):
     the others go down.
     """
 
-    axes_named: ClassVar[tuple[str, ...]] = ("colour", "facet")
+    axis_fields: ClassVar[tuple[str, ...]] = ("colour", "facet")
     need: ClassVar[Need]
     heading: ClassVar[str] = ""
     per_group: ClassVar[bool] = False
@@ -164,10 +164,10 @@ class PlotItem(ReportItem):
         """What its files are named by."""
         return name_of(type(self).model_fields["kind"].default)
 
-    def arranged(self, cases: Sequence[LabelledRun]) -> list[Panel]:
+    def arrange_panels(self, cases: Sequence[LabelledRun]) -> list[Panel]:
         """The panels of these runs."""
         panels = arrange(cases, self.colour, self.facet)
-        return _per_group(panels) if self.per_group else panels
+        return _split_groups(panels) if self.per_group else panels
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         """What all panels have in common, computed once; None: there is nothing to draw."""
@@ -187,10 +187,10 @@ class PlotItem(ReportItem):
 
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         title = self.title or self.headline()
-        drawn = [case for case in cases if self.has(case)]
-        if not drawn:
+        drawn_cases = [case for case in cases if self.has(case)]
+        if not drawn_cases:
             return [Missing(title, f"needs {self.needs()}")]
-        panels = self.arranged(drawn)
+        panels = self.arrange_panels(drawn_cases)
         common = self.prepare(panels)
         if common is None:
             return [Missing(title, "there is nothing to draw: no points of it are known")]
@@ -199,16 +199,16 @@ class PlotItem(ReportItem):
             for panel in panels
         ]
         caption = self.caption(panels, common)
-        there = {case.labels.get(self.colour) for case in drawn}
-        every = dict.fromkeys(case.labels.get(self.colour) for case in cases)
-        if names := [label for label in every if label and label not in there]:
-            caption += f" Without {listed(names)}, of which none of it is known."
+        drawn_labels = {case.labels.get(self.colour) for case in drawn_cases}
+        all_labels = dict.fromkeys(case.labels.get(self.colour) for case in cases)
+        if names := [label for label in all_labels if label and label not in drawn_labels]:
+            caption += f" Without {join_names(names)}, of which none of it is known."
         return [Plot(self.slug(), title, caption, subplots, self.keys(panels, common))]
 
 
-def _per_group(panels: Sequence[Panel]) -> list[Panel]:
+def _split_groups(panels: Sequence[Panel]) -> list[Panel]:
     """A panel for each group, named by it where there are several."""
-    several = len(panels) > 1 and max(len(panel.groups) for panel in panels) > 1
+    is_grid = len(panels) > 1 and max(len(panel.groups) for panel in panels) > 1
     facets = []
     for row, panel in enumerate(panels):
         if len(panel.groups) == 1 and not panel.title:
@@ -216,7 +216,7 @@ def _per_group(panels: Sequence[Panel]) -> list[Panel]:
             continue
         for group in panel.groups:
             title = ": ".join(part for part in (panel.title, group.label) if part)
-            place = (row, group.place) if several and group.place < ACROSS else None
+            place = (row, group.place) if is_grid and group.place < MAX_GRID_COLUMNS else None
             facets.append(Panel(title, [group], place))
     return facets
 
@@ -237,7 +237,7 @@ def runs_of(panels: Sequence[Panel]) -> list[Run]:
     return [run for panel in panels for group in panel.groups for run in group.runs]
 
 
-def first_seed(panels: Sequence[Panel]) -> str:
+def seed_note(panels: Sequence[Panel]) -> str:
     """What is said where of several runs of a group the first alone is shown."""
-    several = any(len(group.runs) > 1 for panel in panels for group in panel.groups)
-    return " Of several seeds, the first." if several else ""
+    has_seeds = any(len(group.runs) > 1 for panel in panels for group in panel.groups)
+    return " Of several seeds, the first." if has_seeds else ""

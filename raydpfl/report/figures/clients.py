@@ -8,21 +8,21 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from raydpfl.privacy import column
-from raydpfl.report.figures.base import Need, PlotItem, first_seed, group_keys, name_of, runs_of
-from raydpfl.report.labels import Quantity, accountant, listed, quantity
+from raydpfl.report.figures.base import Need, PlotItem, group_keys, name_of, runs_of, seed_note
+from raydpfl.report.labels import Quantity, accountant, join_names, quantity
 from raydpfl.report.plot_style import REFERENCE, Axes, LegendKey, dots, look, scale, thin
 from raydpfl.report.run_reader import Panel, Run
 
-SPENT = 400  # clients of an accountant that are drawn
-SELECTED = 500  # clients of a run whose probabilities are
-ASKED = "epsilon_claimed"
+MAX_EPSILON_POINTS = 400  # clients of an accountant that are drawn
+MAX_SELECTION_POINTS = 500  # clients of a run whose probabilities are
+CLAIMED_EPSILON = "epsilon_claimed"
 COLUMNS = {"size": "samples", "budget": "budget"}
 
 
 class PersonalEpsilon(PlotItem):
     """Epsilon of every client that took part, by accountant, over its budget."""
 
-    need: ClassVar[Need] = Need("guarantees", (ASKED,), "noise at local steps by budgets")
+    need: ClassVar[Need] = Need("guarantees", (CLAIMED_EPSILON,), "noise at local steps by budgets")
     per_group: ClassVar[bool] = True
     heading: ClassVar[str] = "Every client's epsilon against its budget"
 
@@ -32,29 +32,30 @@ class PersonalEpsilon(PlotItem):
         """By column of epsilon its look, and the numbers of all runs."""
         runs = [panel.run for panel in panels]
         names = dict.fromkeys(name for run in runs for name in epsilons_of(run))
-        values = {name: _joined(runs, name) for name in names}
-        if not names or not np.isfinite(_joined(runs, ASKED)).any():
+        values = {name: _concatenate_column(runs, name) for name in names}
+        budgets = _concatenate_column(runs, CLAIMED_EPSILON)
+        if not names or not np.isfinite(budgets).any():
             return None
-        return {name: look(place) for place, name in enumerate(names)}, values, _joined(runs, ASKED)
+        return {name: look(place) for place, name in enumerate(names)}, values, budgets
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         looks, values, budgets = common
         table = panel.run.table("guarantees")
-        clients = thin(len(table[ASKED]), SPENT)
+        clients = thin(len(table[CLAIMED_EPSILON]), MAX_EPSILON_POINTS)
         ends = [np.nanmin(budgets), np.nanmax(budgets)]
         axes.plot(ends, ends, linewidth=1, **REFERENCE.line)
         for name in epsilons_of(panel.run):
-            points = np.stack([table[ASKED][clients], table[name][clients]], 1)
+            points = np.stack([table[CLAIMED_EPSILON][clients], table[name][clients]], 1)
             dots(axes, points, looks[name])
         scale(axes, "x", Quantity("budget", "budget, epsilon", wide=True), budgets)
-        spent = Quantity("epsilon", "epsilon spent", wide=True)
-        scale(axes, "y", spent, np.concatenate([budgets, *values.values()]))
+        y_quantity = Quantity("epsilon", "epsilon spent", wide=True)
+        scale(axes, "y", y_quantity, np.concatenate([budgets, *values.values()]))
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
         kind_of = panels[0].run.kind_of
         keys = [
-            LegendKey(f"{accountant(name)} ({kind_of(name)})", drawn, "point")
-            for name, drawn in common[0].items()
+            LegendKey(f"{accountant(name)} ({kind_of(name)})", key_look, "point")
+            for name, key_look in common[0].items()
         ]
         return [*keys, LegendKey("spent = budget", REFERENCE)]
 
@@ -63,7 +64,7 @@ class PersonalEpsilon(PlotItem):
         values = common[1].items()
         infinite = [accountant(name) for name, column in values if np.isinf(column).any()]
         if infinite:
-            text += f" Clients for whom {listed(infinite)} shows no privacy (epsilon infinite)"
+            text += f" Clients for whom {join_names(infinite)} shows no privacy (epsilon infinite)"
             text += " have no point."
         return f"{text} From guarantees.parquet."
 
@@ -71,14 +72,14 @@ class PersonalEpsilon(PlotItem):
 def epsilons_of(run: Run) -> list[str]:
     """The columns of epsilon that the run itself states, rigorous first."""
     table = run.table("guarantees")
-    stated = {column(one.accountant) for one in run.guarantees}
-    names = [name for name in table if name.startswith("epsilon_") and name != ASKED]
+    stated_columns = {column(guarantee.accountant) for guarantee in run.guarantees}
+    names = [name for name in table if name.startswith("epsilon_") and name != CLAIMED_EPSILON]
     names = [name for name in names if np.isfinite(table[name]).any()]
-    names = [name for name in names if not stated or name in stated]
+    names = [name for name in names if not stated_columns or name in stated_columns]
     return sorted(names, key=lambda name: run.kind_of(name) != "rigorous")
 
 
-def _joined(runs: Sequence[Run], name: str) -> np.ndarray:
+def _concatenate_column(runs: Sequence[Run], name: str) -> np.ndarray:
     tables = [run.table("guarantees") for run in runs]
     return np.concatenate([table[name] for table in tables if name in table])
 
@@ -108,7 +109,8 @@ class SelectionProbability(PlotItem):
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         for group in panel.groups:
             clients = self.points(group.runs[0], self.of)
-            dots(axes, clients[thin(len(clients), SELECTED)], look(group.place), alpha=0.6)
+            points = clients[thin(len(clients), MAX_SELECTION_POINTS)]
+            dots(axes, points, look(group.place), alpha=0.6)
         if self.x == "size":
             axes.plot(*self.points(panel.run, "share").T, linewidth=1, **REFERENCE.line)
         scale(axes, "x", quantity(COLUMNS[self.x]), common[:, 0])
@@ -123,7 +125,7 @@ class SelectionProbability(PlotItem):
         text = "A point is a client: the probability of a draw, as the selection has it."
         if self.x == "budget":
             text += " Clients without a budget have no point."
-        return f"{text}{first_seed(panels)} From selection.parquet."
+        return f"{text}{seed_note(panels)} From selection.parquet."
 
     def points(self, run: Run, y: str) -> np.ndarray:
         """Both columns of the clients that have both, float64 [n, 2], by what is across."""
@@ -150,7 +152,7 @@ class SelectionMap(PlotItem):
         columns = panel.run.table("selection")
         clients = np.stack([columns[name] for name in ("samples", "budget", "probability")], 1)
         clients = clients[np.isfinite(clients).all(1)]
-        sizes, budgets, chances = clients[thin(len(clients), SELECTED)].T
+        sizes, budgets, chances = clients[thin(len(clients), MAX_SELECTION_POINTS)].T
         style: Any = {"s": 300 * chances / chances.max(), "color": look(0).colour, "alpha": 0.6}
         axes.scatter(sizes, budgets, **style)
         scale(axes, "x", quantity("samples"), sizes)
@@ -158,4 +160,4 @@ class SelectionMap(PlotItem):
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         text = "A point is a client; its area is the probability of a draw, relative to the largest"
-        return f"{text} of the panel.{first_seed(panels)} From selection.parquet."
+        return f"{text} of the panel.{seed_note(panels)} From selection.parquet."

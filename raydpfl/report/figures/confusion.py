@@ -9,9 +9,9 @@ from raydpfl.report.figures.base import Need, PlotItem
 from raydpfl.report.plot_style import PALETTE, Axes, thin
 from raydpfl.report.run_reader import Panel, Run
 
-WRITTEN = 12  # classes, up to which each cell has its number
+MAX_NUMBERED_CLASSES = 12  # classes, up to which each cell has its number
 TICKS = 12  # classes that are named at most
-LONG = 10  # characters of a class's name
+NAME_LIMIT = 10  # characters of a class's name
 
 
 class Confusion(PlotItem):
@@ -42,15 +42,15 @@ class Confusion(PlotItem):
         colours = LinearSegmentedColormap.from_list("share", [(*deep[:3], 0.0), deep])
         edges = np.arange(classes + 1) - 0.5
         axes.pcolormesh(edges, edges, shares, cmap=colours, vmin=0.0, vmax=1.0)
-        for actual, predicted in np.argwhere(shares > 0) if classes <= WRITTEN else ():
+        for actual, predicted in np.argwhere(shares > 0) if classes <= MAX_NUMBERED_CLASSES else ():
             share = shares[actual, predicted]
             style: Any = {"ha": "center", "va": "center", "fontsize": 7}
             style["color"] = "white" if share > 0.6 else None
             axes.text(predicted, actual, f"{100 * share:.0f}", **style)
         ticks = thin(classes, TICKS)
         labels = [names[place] for place in ticks]
-        turned = 90 if max(map(len, labels)) > 2 else 0
-        axes.set_xticks(ticks, labels, rotation=turned, fontsize=8)
+        rotation = 90 if max(map(len, labels)) > 2 else 0
+        axes.set_xticks(ticks, labels, rotation=rotation, fontsize=8)
         axes.set_yticks(ticks, labels, fontsize=8)
         axes.invert_yaxis()
         axes.grid(visible=False)
@@ -75,10 +75,10 @@ def matrix_of(runs: Sequence[Run], table: str) -> tuple[np.ndarray, list[str], i
         rows = columns["round"] == columns["round"].max()
         tables.append({name: values[rows].astype(int) for name, values in columns.items()})
     names = [str(name) for name in runs[0].summary.get("class_names") or ()]
-    seen = [int(table[name].max()) + 1 for table in tables for name in ("actual", "predicted")]
-    names = names or [str(place) for place in range(max(seen))]
-    counts = np.zeros([max(*seen, len(names))] * 2)
+    sizes = [int(table[name].max()) + 1 for table in tables for name in ("actual", "predicted")]
+    names = names or [str(place) for place in range(max(sizes))]
+    counts = np.zeros([max(*sizes, len(names))] * 2)
     for columns in tables:
         np.add.at(counts, (columns["actual"], columns["predicted"]), columns["samples"])
-    short = [name if len(name) <= LONG else f"{name[: LONG - 2]}.." for name in names]
-    return counts, short, int(tables[0]["round"][0])
+    labels = [name if len(name) <= NAME_LIMIT else f"{name[: NAME_LIMIT - 2]}.." for name in names]
+    return counts, labels, int(tables[0]["round"][0])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl.privacy.papers import cited
+from raydpfl.privacy.papers import cite_papers
 from raydpfl.report.figures.base import (
     Names,
     Need,
@@ -19,19 +19,19 @@ from raydpfl.report.figures.base import (
     name_of,
     runs_of,
 )
-from raydpfl.report.labels import Quantity, listed, quantity
-from raydpfl.report.plot_style import FACTOR, Axes, LegendKey, Look, look, scale
+from raydpfl.report.labels import Quantity, join_names, quantity
+from raydpfl.report.plot_style import LOG_SPAN, Axes, LegendKey, Look, look, scale
 from raydpfl.report.run_reader import Group, Panel, Run
 
-BOUNDING = "measure: [bounding]"
+BOUNDING_HINT = "measure: [bounding]"
 HINTS = {
-    "snr": f"{BOUNDING}, with noise on updates or sums",
-    "angle_p50": BOUNDING,
-    "bias_across": BOUNDING,
+    "snr": f"{BOUNDING_HINT}, with noise on updates or sums",
+    "angle_p50": BOUNDING_HINT,
+    "bias_across": BOUNDING_HINT,
     "epsilon": "noise that an accountant covers",
     "epsilon_*": "noise that an accountant covers",
 }
-MARKS = 12  # markers on a line at most
+MAX_MARKERS = 12  # markers on a line at most
 # The titles of columns that begin so.
 TITLES = {
     "epsilon": "Epsilon",
@@ -39,7 +39,7 @@ TITLES = {
     "bias": "Bias of clipping",
 }
 # What a column is, in a sentence.
-ABOUT = {
+DESCRIPTIONS = {
     "test_accuracy": "On the test set, at the rounds that were evaluated.",
     "test_loss": "The test loss is of the rounds that were evaluated.",
     "train_loss": "The training loss is the mean over the cohort's local steps.",
@@ -52,7 +52,7 @@ ABOUT = {
     "Theorem 3.1).",
 }
 # What `bias_across` is where the expected update was not estimated.
-ALONE = (
+BIAS_ACROSS_DESCRIPTION = (
     "Across clients: the mean of |alpha - its mean|. Without repeats alpha stands for alpha~, so "
     "that the randomness of local steps is in it too, unless they take full gradients (000 Theorem "
     "3.1)."
@@ -79,21 +79,21 @@ class Curves(PlotItem):
         return self.of
 
     def needs(self) -> Need:
-        first = self.main or self.of[-1]
-        column = "epsilon" if first.startswith("epsilon") else first
-        return Need("rounds", (column, self.x), HINTS.get(first, HINTS.get(self.x, "")))
+        main_column = self.main or self.of[-1]
+        column = "epsilon" if main_column.startswith("epsilon") else main_column
+        return Need("rounds", (column, self.x), HINTS.get(main_column, HINTS.get(self.x, "")))
 
     def slug(self) -> str:
         return name_of(self.of[0].strip("*_"), "by", self.x)
 
     def headline(self) -> str:
-        by = X_WORDS.get(self.x, quantity(self.x).words)
-        how = f"over {by}" if self.x.startswith("epsilon") else f"by {by}"
-        first = self.of[0]
-        title = quantity(first).words.capitalize()
+        x_words = X_WORDS.get(self.x, quantity(self.x).words)
+        x_suffix = f"over {x_words}" if self.x.startswith("epsilon") else f"by {x_words}"
+        first_column = self.of[0]
+        title = quantity(first_column).words.capitalize()
         if len(self.of) > 1:
-            title = "Loss" if first.endswith("loss") else listed(self.of)
-        return f"{TITLES.get(first.split('_')[0], title)} {how}"
+            title = "Loss" if first_column.endswith("loss") else join_names(self.of)
+        return f"{TITLES.get(first_column.split('_')[0], title)} {x_suffix}"
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         """The columns that are drawn, and by group and column what is: see `line`."""
@@ -103,35 +103,35 @@ class Curves(PlotItem):
         for name in (self.main,) if several and self.main else self.of:
             epsilons = [epsilon for run in runs for epsilon in run.epsilons]
             columns |= dict.fromkeys(fnmatch.filter(epsilons, name) if "*" in name else [name])
-        there = [name for name in columns if any(run.has("rounds", (name,)) for run in runs)]
+        names = [name for name in columns if any(run.has("rounds", (name,)) for run in runs)]
         groups = [group for panel in panels for group in panel.groups]
-        drawn = {
+        lines = {
             (group, name): values
-            for group, name in itertools.product(groups, there)
+            for group, name in itertools.product(groups, names)
             if (values := line(group, name, self.x)) is not None
         }
-        return (there, drawn) if drawn else None
+        return (names, lines) if lines else None
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         columns, lines = common
         alone = len(panel.groups) == 1 and len(columns) > 1
         for group, (place, name) in itertools.product(panel.groups, enumerate(columns)):
             if (group, name) in lines:
-                drawn = look(place) if alone else _look(group.place, place, columns)
-                _draw_line(axes, lines[group, name], drawn, len(group.runs) > 1)
+                line_look = look(place) if alone else _look(group.place, place, columns)
+                _draw_line(axes, lines[group, name], line_look, len(group.runs) > 1)
         x = np.concatenate([x for x, *_ in lines.values()])
-        far = self.x.startswith("epsilon") and x.max() >= FACTOR * x.min()
-        scale(axes, "x", quantity(self.x), x, far or None)
+        wide_range = self.x.startswith("epsilon") and x.max() >= LOG_SPAN * x.min()
+        scale(axes, "x", quantity(self.x), x, wide_range or None)
         y = np.concatenate([side for _, _, *band in lines.values() for side in band])
-        scale(axes, "y", self._measured(columns), y, self.log)
+        scale(axes, "y", self._y_quantity(columns), y, self.log)
 
-    def _measured(self, columns: Sequence[str]) -> Quantity:
-        first = quantity(columns[0])
+    def _y_quantity(self, columns: Sequence[str]) -> Quantity:
+        first_quantity = quantity(columns[0])
         kind = columns[0].split("_")[0]
         if len(columns) == 1 and kind not in ("angle", "bias"):
-            return first
+            return first_quantity
         word = kind if kind in ("epsilon", "angle", "bias") else columns[0].split("_")[-1]
-        return replace(first, words=word)
+        return replace(first_quantity, words=word)
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
         columns, _ = common
@@ -139,21 +139,21 @@ class Curves(PlotItem):
         if len(columns) == 1:
             return groups
         if not groups:
-            words = [_of_column(name, panels[0].run) for name in columns]
+            words = [_column_words(name, panels[0].run) for name in columns]
             return [LegendKey(text, look(place)) for place, text in enumerate(words)]
         return [
-            LegendKey(f"{label}: {quantity(name).words}", _look(at, place, columns))
-            for at, label in group_places(panels)
+            LegendKey(f"{label}: {quantity(name).words}", _look(group_place, place, columns))
+            for group_place, label in group_places(panels)
             for place, name in enumerate(columns)
         ]
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         columns, _ = common
-        text = " ".join(filter(None, [_about(name, panels) for name in columns]))
+        text = " ".join(filter(None, [_column_description(name, panels) for name in columns]))
         if any(name.startswith("epsilon_") for name in columns):
-            text += f" {_whose(panels)} Rigorous ones hold; a formula is what its paper prints."
+            text += f" {_terms(panels)} Rigorous ones hold; a formula is what its paper prints."
         elif "epsilon" in (*columns, self.x):
-            text += f" {_whose(panels)}"
+            text += f" {_terms(panels)}"
         if self.x == "seconds":
             text += " Seconds count rounds and evaluations, not the start of the run."
         counts = sorted({len(group.runs) for panel in panels for group in panel.groups})
@@ -169,14 +169,14 @@ def _look(place: int, column: int, columns: Sequence[str]) -> Look:
     return look(place, column if len(columns) > 1 else None)
 
 
-def _draw_line(axes: Axes, line: Sequence[np.ndarray], drawn: Look, band: bool) -> None:
+def _draw_line(axes: Axes, line: Sequence[np.ndarray], line_look: Look, band: bool) -> None:
     x, mean, low, high = line
     if band:
-        axes.fill_between(x, low, high, color=drawn.colour, alpha=0.18, linewidth=0)
+        axes.fill_between(x, low, high, color=line_look.colour, alpha=0.18, linewidth=0)
     if len(x) == 1:  # no band is seen there
-        axes.vlines(x, low, high, color=drawn.colour, linewidth=1)
-    every = max(1, len(x) // MARKS)
-    axes.plot(x, mean, marker=drawn.marker, markevery=every, **drawn.line)
+        axes.vlines(x, low, high, color=line_look.colour, linewidth=1)
+    mark_interval = max(1, len(x) // MAX_MARKERS)
+    axes.plot(x, mean, marker=line_look.marker, markevery=mark_interval, **line_look.line)
 
 
 def line(group: Group, name: str, x: str) -> tuple[np.ndarray, ...] | None:
@@ -188,15 +188,15 @@ def line(group: Group, name: str, x: str) -> tuple[np.ndarray, ...] | None:
         if run.has("rounds", (name, x)):
             columns = np.array([run.table("rounds")["round"], run.series(x), run.series(name)])
             tables.append(columns[:, np.isfinite(columns).all(0)])
-    shared = reduce(np.intersect1d, [rounds for rounds, _, _ in tables]) if tables else ()
-    if not len(shared):
+    shared_rounds = reduce(np.intersect1d, [rounds for rounds, _, _ in tables]) if tables else ()
+    if not len(shared_rounds):
         return None
-    inside = np.array([rows[1:, np.isin(rows[0], shared)] for rows in tables])
-    across, values = inside.swapaxes(0, 1)
-    return across.mean(0), values.mean(0), values.min(0), values.max(0)
+    shared_rows = np.array([rows[1:, np.isin(rows[0], shared_rounds)] for rows in tables])
+    x_values, values = shared_rows.swapaxes(0, 1)
+    return x_values.mean(0), values.mean(0), values.min(0), values.max(0)
 
 
-def _about(name: str, panels: Sequence[Panel]) -> str:
+def _column_description(name: str, panels: Sequence[Panel]) -> str:
     runs = runs_of(panels)
     if name == "clipped":
         samples = any(run.per_sample for run in runs)
@@ -204,11 +204,11 @@ def _about(name: str, panels: Sequence[Panel]) -> str:
         parts = [CLIPPED if updates else "", CLIPPED_SAMPLES if samples else ""]
         return " With per-sample clipping: ".join(part for part in parts if part)
     if name == "bias_across" and not any(run.has("rounds", ("bias_within",)) for run in runs):
-        return cited(ALONE)
-    return cited(ABOUT.get(name, ""))
+        return cite_papers(BIAS_ACROSS_DESCRIPTION)
+    return cite_papers(DESCRIPTIONS.get(name, ""))
 
 
-def _of_column(name: str, run: Run) -> str:
+def _column_words(name: str, run: Run) -> str:
     """A column in the legend of one run: of an epsilon, its kind too."""
     words = quantity(name).words
     if not name.startswith("epsilon_"):
@@ -216,18 +216,18 @@ def _of_column(name: str, run: Run) -> str:
     return f"{words.removeprefix('epsilon, ')} ({run.kind_of(name)})"
 
 
-def _whose(panels: Sequence[Panel]) -> str:
+def _terms(panels: Sequence[Panel]) -> str:
     """Whose epsilon it is, against whom; of several groups each its own, where they differ."""
     labels: dict[str, dict[str, None]] = {}
     for group in (group for panel in panels for group in panel.groups):
         run = group.runs[0]
-        for one in [*run.holds, *run.guarantees][:1]:
-            sampling = str(one.sampling).split(";")[0]
-            text = f"one {one.unit} against an observer of {one.observer} ({sampling}), at delta "
-            labels.setdefault(f"{text}{one.delta:g}", {})[group.label] = None
+        for guarantee in [*run.holds, *run.guarantees][:1]:
+            sampling = str(guarantee.sampling).split(";")[0]
+            text = f"one {guarantee.unit} against an observer of {guarantee.observer} ({sampling})"
+            labels.setdefault(f"{text}, at delta {guarantee.delta:g}", {})[group.label] = None
     if not labels:
         return "Epsilon is that of the ledger, by accountant."
     if len(labels) == 1:
         return f"Epsilon is that of {next(iter(labels))}."
-    parts = (f"of {listed([*names])} that of {words}" for words, names in labels.items())
+    parts = (f"of {join_names([*names])} that of {words}" for words, names in labels.items())
     return f"Epsilon is {'; '.join(parts)}."

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from raydpfl.report.figures.base import Missing, Piece, PlotItem, name_of
-from raydpfl.report.labels import Quantity, axis, in_words, numeric, quantity
-from raydpfl.report.plot_style import FACTOR, INK, STAR, Axes, LegendKey, Look, dots, look, scale
-from raydpfl.report.run_reader import LabelledRun, Panel, arrange, grouped, labels_of
+from raydpfl.report.labels import Quantity, axis, join_labels, numeric, quantity
+from raydpfl.report.plot_style import INK, LOG_SPAN, STAR, Axes, LegendKey, Look, dots, look, scale
+from raydpfl.report.run_reader import LabelledRun, Panel, arrange, group_by, labels_of
 
 TICKS = 9  # numbers that each have a tick
-LONG = 34  # characters of all labels beyond which they are turned
+MAX_LABELS_LENGTH = 34  # characters of all labels beyond which they are turned
 
 
 class Points(PlotItem):
@@ -21,7 +21,7 @@ class Points(PlotItem):
     or side by side where any of them is none.
     """
 
-    axes_named: ClassVar[tuple[str, ...]] = ("x", "colour", "facet")
+    axis_fields: ClassVar[tuple[str, ...]] = ("x", "colour", "facet")
     dodge: ClassVar[float] = 3  # points of print between lines at one label: equal ones are seen
 
     kind: str = "points"
@@ -48,27 +48,28 @@ class Points(PlotItem):
     def slug(self) -> str:
         return name_of(self.of, "over", self.across())
 
-    def arranged(self, cases: Sequence[LabelledRun]) -> list[Panel]:
+    def arrange_panels(self, cases: Sequence[LabelledRun]) -> list[Panel]:
         return arrange(cases, self.colour, self.facet, self.x)
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         """Where each label stands, and the scores at each place of each line."""
         groups = [group for panel in panels for group in panel.groups]
-        labels = self.ordered(labels_of([case for one in groups for case in one.cases], self.x))
+        cases = [case for group in groups for case in group.cases]
+        labels = self.order_labels(labels_of(cases, self.x))
         cells = []
         for group in groups:
-            inside = grouped(group.cases, lambda case: case.labels[self.x])
-            cells += [[case.number(self.of) for case in cell] for cell in inside.values()]
+            for cell in group_by(group.cases, lambda case: case.labels[self.x]).values():
+                cells.append([case.number(self.of) for case in cell])
         numbers = labels if numeric(labels) else range(len(labels))
         return dict(zip(labels, map(float, numbers), strict=True)), cells
 
-    def ordered(self, labels: list[str]) -> list[str]:
+    def order_labels(self, labels: list[str]) -> list[str]:
         """Labels in their order side by side."""
         return labels
 
-    def connect(self, axes: Axes, points: np.ndarray, drawn: Look) -> None:
+    def connect(self, axes: Axes, points: np.ndarray, line_look: Look) -> None:
         """Draws the points of a line, float64 [n, 2]."""
-        with_bars(axes, points, drawn)
+        draw_error_bars(axes, points, line_look)
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         from matplotlib.transforms import ScaledTranslation
@@ -76,75 +77,75 @@ class Points(PlotItem):
         places, cells = common
         for rank, group in enumerate(sorted(panel.groups, key=lambda group: group.place)):
             points = [(places[case.labels[self.x]], case.number(self.of)) for case in group.cases]
-            others = {*axes.lines, *axes.collections}
+            prior_artists = {*axes.lines, *axes.collections}
             self.connect(axes, np.array(points, np.float64), look(group.place))
             inches = self.dodge / 72 * (rank - (len(panel.groups) - 1) / 2)
-            moved = axes.transData + ScaledTranslation(inches, 0, axes.figure.dpi_scale_trans)
-            for artist in {*axes.lines, *axes.collections} - others:
-                artist.set_transform(moved)
+            offset = ScaledTranslation(inches, 0, axes.figure.dpi_scale_trans)
+            for artist in {*axes.lines, *axes.collections} - prior_artists:
+                artist.set_transform(axes.transData + offset)
         label_axis(axes, self.across(), places, self.log)
-        scale(axes, "y", quantity(self.of), [y for cell in cells for y in reached(cell)])
+        scale(axes, "y", quantity(self.of), [y for cell in cells for y in bar_extents(cell)])
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         text = "A point is a run, a line goes through the means over the seeds."
         if self.of.startswith("best_"):
             text = "A point is a run in its best round, chosen on what is shown, which flatters."
-        return f"{text}{bars_in_words(common)} From the summaries of the runs."
+        return f"{text}{error_bar_caption(common)} From the summaries of the runs."
 
 
 def label_axis(
     axes: Axes, words: str, places: Mapping[str, float], log: bool | None = None
 ) -> None:
-    """Sets up the axis that labels stand on, with a tick for each where they are few: numbers where
-    they are, logarithmic (or as `log` says) where the largest is `FACTOR` times the smallest; else
+    """Sets up the axis that labels stand on, with a tick for each where they are few: numbers as
+    numbers, logarithmic (or as `log` says) where the largest is `LOG_SPAN` times the smallest; else
     side by side.
     """
     numbers = [*places.values()]
     if not numeric([*places]):
-        turned = sum(map(len, places)) > LONG
-        axes.set_xticks(numbers, [*places], rotation=25 if turned else 0)
+        long_labels = sum(map(len, places)) > MAX_LABELS_LENGTH
+        axes.set_xticks(numbers, [*places], rotation=25 if long_labels else 0)
         axes.set_xlim(-0.5, len(places) - 0.5)
         axes.set_xlabel(words)
         return
-    wide = min(numbers) > 0 and max(numbers) / min(numbers) >= FACTOR
+    wide = min(numbers) > 0 and max(numbers) / min(numbers) >= LOG_SPAN
     scale(axes, "x", Quantity(words, words), numbers, wide if log is None else log)
     if len(places) <= TICKS:
         axes.set_xticks(numbers)
         axes.set_xticks([], minor=True)
 
 
-def with_bars(axes: Axes, points: np.ndarray, drawn: Look) -> None:
+def draw_error_bars(axes: Axes, points: np.ndarray, line_look: Look) -> None:
     """Points, float64 [n, 2], a line through the means of those at one place, and at each mean an
     error bar of one sample standard deviation, where there are several points.
     """
     x, y = points.T
     groups = {place: y[x == place] for place in np.unique(x)}
-    dots(axes, points, drawn, 0.35 if len(groups) < len(x) else 0.7)
-    axes.plot([*groups], [group.mean() for group in groups.values()], **drawn.line)
+    dots(axes, points, line_look, 0.35 if len(groups) < len(x) else 0.7)
+    axes.plot([*groups], [group.mean() for group in groups.values()], **line_look.line)
     for place, group in groups.items():
         bar = group.std(ddof=1) if len(group) > 1 else 0.0
         if bar:
-            style: Any = {"fmt": drawn.marker, "capsize": 3, "markersize": 4.5}
-            axes.errorbar(place, group.mean(), bar, color=drawn.colour, elinewidth=1.2, **style)
+            style: Any = {"fmt": line_look.marker, "capsize": 3, "markersize": 4.5}
+            axes.errorbar(place, group.mean(), bar, color=line_look.colour, elinewidth=1.2, **style)
 
 
-def reached(scores: Sequence[float]) -> list[float]:
+def bar_extents(scores: Sequence[float]) -> list[float]:
     """How far the points and the error bar at one place reach."""
     mean = float(np.mean(scores))
     bar = float(np.std(scores, ddof=1)) if len(scores) > 1 else 0.0
     return [*scores, mean - bar, mean + bar]
 
 
-def bars_in_words(common: Any) -> str:
+def error_bar_caption(common: Any) -> str:
     """What the error bars are of what `Points.prepare` gave, for a caption; empty without any."""
-    most = max(map(len, common[1]))
-    if most < 2:
+    max_seeds = max(map(len, common[1]))
+    if max_seeds < 2:
         return ""
-    return f" Error bars are one sample standard deviation over the seeds (up to {most})."
+    return f" Error bars are one sample standard deviation over the seeds (up to {max_seeds})."
 
 
 LINES = 7  # combinations of the other values that have a line each
-OTHERS = "others"  # the axis of these combinations
+OTHERS_AXIS = "others"  # the axis of these combinations
 
 
 class Searched(Points):
@@ -157,7 +158,7 @@ class Searched(Points):
     dodge: ClassVar[float] = 0
 
     kind: str = ""
-    colour: str = OTHERS
+    colour: str = OTHERS_AXIS
     loose: str = ""
 
     def across(self) -> str:
@@ -166,13 +167,13 @@ class Searched(Points):
     def slug(self) -> str:
         return name_of(self.word, self.x)
 
-    def ordered(self, labels: list[str]) -> list[str]:
+    def order_labels(self, labels: list[str]) -> list[str]:
         """Numbers by size, before words."""
         numbers = sorted(filter(lambda label: numeric([label]), labels), key=float)
         return [*numbers, *sorted({*labels} - {*numbers})]
 
-    def connect(self, axes: Axes, points: np.ndarray, drawn: Look) -> None:
-        (dots if self.loose else super().connect)(axes, points, drawn)
+    def connect(self, axes: Axes, points: np.ndarray, line_look: Look) -> None:
+        (dots if self.loose else super().connect)(axes, points, line_look)
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         super().draw(axes, panel, common)
@@ -193,7 +194,7 @@ class Searched(Points):
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         text = "Lines go through the means over the seeds, other values being equal."
-        text += bars_in_words(common)
+        text += error_bar_caption(common)
         if self.loose:
             text = f"Other values vary among the points: {self.loose}."
         text = f"A point is a run in its last round. {text} The best mean is marked."
@@ -211,20 +212,20 @@ class Tuned(Searched):
     colour: str = "arm"
     sign: int = 1
 
-    def arranged(self, cases: Sequence[LabelledRun]) -> list[Panel]:
+    def arrange_panels(self, cases: Sequence[LabelledRun]) -> list[Panel]:
         """Without the arms that had one value there; arms keep the looks that they have anyway."""
         panels = []
-        for panel in super().arranged(cases):
-            groups = [one for one in panel.groups if len(labels_of(one.cases, self.x)) > 1]
+        for panel in super().arrange_panels(cases):
+            groups = [group for group in panel.groups if len(labels_of(group.cases, self.x)) > 1]
             panels += [replace(panel, groups=groups)] if groups else []
         return panels
 
-    def connect(self, axes: Axes, points: np.ndarray, drawn: Look) -> None:
+    def connect(self, axes: Axes, points: np.ndarray, line_look: Look) -> None:
         """Points, and a line through the best at each place."""
-        dots(axes, points, drawn, 0.5)
+        dots(axes, points, line_look, 0.5)
         x, y = points.T
         best = {place: self.sign * (self.sign * y[x == place]).max() for place in np.unique(x)}
-        axes.plot([*best], [*best.values()], **drawn.line)
+        axes.plot([*best], [*best.values()], **line_look.line)
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         text = "A point is one run with rows held out. Lines go through the best at each value, "
@@ -232,23 +233,23 @@ class Tuned(Searched):
         return f"{text} From tuning.parquet."
 
 
-def searched(cases: Sequence[LabelledRun], keys: Sequence[str], metric: str) -> list[Piece]:
+def metric_plots(cases: Sequence[LabelledRun], keys: Sequence[str], metric: str) -> list[Piece]:
     """A figure of the metric, by its name, over each of the searched `keys` that took several
     values; `cases`: those of a sweep with the metric.
     """
     if not cases:
-        why = f"needs a setting with its {metric} in results.parquet"
-        return [Missing(f"{quantity(metric).words.capitalize()} over what was searched", why)]
-    several = [key for key in keys if len(labels_of(cases, key)) > 1]
+        reason = f"needs a setting with its {metric} in results.parquet"
+        return [Missing(f"{quantity(metric).words.capitalize()} over what was searched", reason)]
+    varied_keys = [key for key in keys if len(labels_of(cases, key)) > 1]
     pieces: list[Piece] = []
-    for key in several:
-        others = [other for other in several if other != key]
-        combinations = [in_words({other: case.labels[other] for other in others}) for case in cases]
-        joined = len({*combinations}) <= LINES
-        labelled = [
-            replace(case, labels={key: case.labels[key], OTHERS: text if joined else ""})
+    for key in varied_keys:
+        rest = [other for other in varied_keys if other != key]
+        combinations = [join_labels({k: case.labels[k] for k in rest}) for case in cases]
+        has_lines = len({*combinations}) <= LINES
+        labelled_cases = [
+            replace(case, labels={key: case.labels[key], OTHERS_AXIS: text if has_lines else ""})
             for case, text in zip(cases, combinations, strict=True)
         ]
-        loose = "" if joined else ", ".join(others)
-        pieces += Searched(of=metric, x=key, loose=loose).make(labelled)
+        loose = "" if has_lines else ", ".join(rest)
+        pieces += Searched(of=metric, x=key, loose=loose).make(labelled_cases)
     return pieces

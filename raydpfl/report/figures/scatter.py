@@ -8,7 +8,7 @@ import numpy as np
 from raydpfl.report.figures.base import PlotItem, name_of
 from raydpfl.report.labels import quantity
 from raydpfl.report.plot_style import Axes, dots, look, scale
-from raydpfl.report.run_reader import Group, LabelledRun, Panel, grouped, labels_of, values_of
+from raydpfl.report.run_reader import Group, LabelledRun, Panel, group_by, labels_of, values_of
 from raydpfl.report.statistics import total
 
 
@@ -42,29 +42,31 @@ class Scatter(PlotItem):
     def slug(self) -> str:
         return name_of(self.of, "over", self.x)
 
-    def arranged(self, cases: Sequence[LabelledRun]) -> list[Panel]:
+    def arrange_panels(self, cases: Sequence[LabelledRun]) -> list[Panel]:
         """One panel, with a group for each label of `colour`, whatever the others are."""
-        inside = grouped(cases, lambda case: case.labels.get(self.colour, ""))
+        cases_by_label = group_by(cases, lambda case: case.labels.get(self.colour, ""))
         places = labels_of(cases, self.colour) or [""]
-        groups = [Group(label, places.index(label), same) for label, same in inside.items()]
+        groups = [
+            Group(label, places.index(label), cases_by_label[label]) for label in cases_by_label
+        ]
         return [Panel("", groups)]
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         """The points of each group by its place, float64 [n, 2]."""
         cases = [case for group in panels[0].groups for case in group.cases]
-        cells = grouped(cases, lambda case: tuple(sorted(case.labels.items())))
+        cells = group_by(cases, lambda case: tuple(sorted(case.labels.items())))
         points: dict[int, list[tuple[float, float]]] = {}
         for group in panels[0].groups:
-            for labels in dict.fromkeys(tuple(sorted(one.labels.items())) for one in group.cases):
+            for labels in dict.fromkeys(tuple(sorted(case.labels.items())) for case in group.cases):
                 y = values_of(cells[labels], self.of)
                 if self.against:
-                    other = {**dict(labels), "arm": self.against}
-                    base = cells.get(tuple(sorted(other.items())), ())
+                    base_labels = {**dict(labels), "arm": self.against}
+                    base = cells.get(tuple(sorted(base_labels.items())), ())
                     y = total([(1, y), (-1, values_of(base, self.of))])
                 point = values_of(cells[labels], self.x).spread().mean, y.spread().mean
                 if self.against != dict(labels).get("arm") and np.isfinite(point).all():
                     points.setdefault(group.place, []).append(point)
-        return {place: np.array(every) for place, every in points.items()} or None
+        return {place: np.array(group_points) for place, group_points in points.items()} or None
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         for place, points in common.items():
@@ -74,5 +76,5 @@ class Scatter(PlotItem):
         scale(axes, "y", quantity(self.of), y, log=False)
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
-        what = f" less that of {self.against}, seed by seed" if self.against else ""
-        return f"A point is a cell, means over the seeds{what}. From results.parquet."
+        difference_text = f" less that of {self.against}, seed by seed" if self.against else ""
+        return f"A point is a cell, means over the seeds{difference_text}. From results.parquet."

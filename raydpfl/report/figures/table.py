@@ -15,10 +15,10 @@ from raydpfl.report.figures.base import Missing, Names, Piece, ReportItem, name_
 from raydpfl.report.labels import counted, numeric, quantity
 from raydpfl.report.run_reader import (
     LabelledRun,
-    grouped,
-    in_order,
+    group_by,
     labels_of,
-    largest_held,
+    largest_epsilon,
+    sort_labels,
     values_of,
     varying,
 )
@@ -28,9 +28,9 @@ from raydpfl.report.tables import (
     Row,
     Table,
     axes_row,
+    drop_empty_columns,
     mean_cell,
     number_cells,
-    without_empty,
 )
 
 PLUS_MINUS = "\N{PLUS-MINUS SIGN}"
@@ -51,7 +51,7 @@ class TableItem(ReportItem):
     themselves), `where` what must stand in others of them, and `value` the column of the number.
     """
 
-    axes_named: ClassVar[tuple[str, ...]] = ("rows", "columns")
+    axis_fields: ClassVar[tuple[str, ...]] = ("rows", "columns")
 
     kind: str = "table"
     of: str = "test_accuracy"
@@ -72,23 +72,23 @@ class TableItem(ReportItem):
         return (self.of,)
 
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
-        measured = quantity(self.of)
-        title = self.title or measured.words.capitalize()
+        metric_quantity = quantity(self.of)
+        title = self.title or metric_quantity.words.capitalize()
         best = f"best_{self.of}"
         grid = CellGrid(cases, self.rows, self.columns)
         base = self.against if self.against in grid.across else grid.across[0]
-        points = ", in percentage points" if measured.percent else ""
+        points = ", in percentage points" if metric_quantity.percent else ""
         if not grid.has(self.of):
             return [Missing(title, f"needs {self.of} of a finished run")]
 
-        def table(name: str, title: str, text: str, rows: Sequence[Row], more: str = "") -> Table:
-            caption = f"{text} From results.parquet.{more}"
-            return Table(name, title, caption, rows, unit=measured.stored_unit)
+        def table(name: str, title: str, text: str, rows: Sequence[Row], suffix: str = "") -> Table:
+            caption = f"{text} From results.parquet.{suffix}"
+            return Table(name, title, caption, rows, unit=metric_quantity.stored_unit)
 
         def means(name: str) -> list[Row]:
             def cell(key: Key) -> PrintedCell | None:
                 spread = grid.spread(name, key)
-                return mean_cell(spread, spread.repetition(), measured.percent)
+                return mean_cell(spread, spread.repetition(), metric_quantity.percent)
 
             return grid.rows(cell)
 
@@ -98,36 +98,36 @@ class TableItem(ReportItem):
         if self.best and grid.has(best):
             text += "best round. It is chosen by what is shown, on the test set, which flatters."
             tables.append(table(name_of("table", best), f"{title}, best round", text, means(best)))
-        others = len(grid.across) - 1
-        level = 1 - 0.05 / max(others, 1)
-        of_mean = "half of the 95 % interval of the true mean, corrected for "
-        of_mean += f"{counted(others, 'comparison')} a row."
-        if others and any(case.seed is not None for case in cases):
+        comparisons = len(grid.across) - 1
+        level = 1 - 0.05 / max(comparisons, 1)
+        interval_words = "half of the 95 % interval of the true mean, corrected for "
+        interval_words += f"{counted(comparisons, 'comparison')} a row."
+        if comparisons and any(case.seed is not None for case in cases):
             text = f"Differences to {base} seed by seed, in the last rounds{points}: means over "
-            text += f"the seeds that both have, and {of_mean}"
+            text += f"the seeds that both have, and {interval_words}"
             name = name_of("differences", self.of)
 
             def difference(key: Key) -> PrintedCell | None:
                 gain = grid.gain(self.of, key, base)
-                return mean_cell(gain, gain.half_width(level), measured.percent, sign=True)
+                return mean_cell(gain, gain.half_width(level), metric_quantity.percent, sign=True)
 
             rows = grid.rows(difference, without=base)
             tables.append(table(name, f"{title}, against {base}", text, rows))
         text = "All of it, a row for each cell, with half of the interval of a repetition"
-        text += f"; differences seed by seed{points}, with {of_mean}" if others else "."
-        more = ""
+        text += f"; differences seed by seed{points}, with {interval_words}" if comparisons else "."
+        note = ""
         if self.published:
-            more = f" Printed numbers are those of published/{self.published}; a number of another"
-            more += " data set is not put next to ours."
+            note = f" Printed numbers are those of published/{self.published}; a number of another"
+            note += " data set is not put next to ours."
         name = name_of("cells", self.of)
         cells = self._cells(grid, base, level)
-        return [*tables, table(name, f"{title}, every cell", text, cells, more)]
+        return [*tables, table(name, f"{title}, every cell", text, cells, note)]
 
     def _cells(self, grid: CellGrid, base: str, level: float) -> list[Row]:
         """All numbers, a row for each cell."""
         percent = quantity(self.of).percent
         best = f"best_{self.of}"
-        published = self._published(grid.cases[0].home)
+        published_table = self._published_table(grid.cases[0].home)
         rows = []
 
         def columns(head: str, value: float, half: float) -> Row:
@@ -136,21 +136,21 @@ class TableItem(ReportItem):
         for key, cases in grid.cells.items():
             mean, top = grid.spread(self.of, key), grid.spread(best, key)
             gain = grid.gain(self.of, key, base) if key[1] != base else SeedValues({}).spread()
-            ours, other = self._printed(published, grid, cases[0])
+            printed_cell, other_task = self._printed_number(published_table, grid, cases[0])
             optional = {
                 **columns("mean", mean.mean, mean.repetition()),
                 **number_cells({"std": mean.std}, percent),
                 **columns("best round", top.mean, top.repetition()),
                 **columns(f"against {base}", gain.mean, gain.half_width(level)),
-                "epsilon that holds": largest_held([case.run for case in cases]),
-                "printed": ours,
-                "printed for another task": other,
+                "epsilon that holds": largest_epsilon([case.run for case in cases]),
+                "printed": printed_cell,
+                "printed for another task": other_task,
             }
             heads = axes_row(grid.axes, key[0])
             rows.append({**heads, self.columns: key[1], "seeds": mean.count, **optional})
-        return without_empty(rows, optional)
+        return drop_empty_columns(rows, optional)
 
-    def _published(self, home: Path | None) -> PublishedTable | None:
+    def _published_table(self, home: Path | None) -> PublishedTable | None:
         if not self.published or home is None:
             return None
         try:
@@ -158,16 +158,16 @@ class TableItem(ReportItem):
         except (OSError, ValueError):
             return None
 
-    def _printed(
-        self, published: PublishedTable | None, grid: CellGrid, case: LabelledRun
+    def _printed_number(
+        self, published_table: PublishedTable | None, grid: CellGrid, case: LabelledRun
     ) -> tuple[PrintedCell | None, str]:
         """What is printed for the task of a cell, and what for another one, in words."""
-        if published is None:
+        if published_table is None:
             return None, ""
         axes = {axis: labels_of(grid.cases, axis) for axis in case.labels}
-        columns = published.columns(axes, self.match)
+        columns = published_table.columns(axes, self.match)
         data = str(at(case.run.config, "data.kind"))
-        number = published.number(case.labels, columns, data, self.where, self.value)
+        number = published_table.number(case.labels, columns, data, self.where, self.value)
         if number is None:
             return None, ""
         percent = quantity(self.of).percent
@@ -186,12 +186,12 @@ class CellGrid:
 
     def __init__(self, cases: Sequence[LabelledRun], rows: Sequence[str], columns: str):
         self.cases = cases
-        there = varying(cases)
-        named = [axis for axis in rows if axis in there]
-        self.axes = [*named, *(axis for axis in there if axis not in (*named, columns))]
+        varying_axes = varying(cases)
+        self.axes = [axis for axis in rows if axis in varying_axes]
+        self.axes += [axis for axis in varying_axes if axis not in (*self.axes, columns)]
         self.across = labels_of(cases, columns) or [""]
-        cells = grouped(cases, lambda case: (case.at(self.axes), case.labels.get(columns, "")))
-        self.down = in_order((down for down, _ in cells), cases, self.axes)
+        cells = group_by(cases, lambda case: (case.at(self.axes), case.labels.get(columns, "")))
+        self.down = sort_labels((down for down, _ in cells), cases, self.axes)
         keys = [(down, across) for down in self.down for across in self.across]
         self.cells = {key: cells[key] for key in keys if key in cells}
 
@@ -226,7 +226,7 @@ class Values(ReportItem):
     row for each cell: `rows` are the axes that come first.
     """
 
-    axes_named: ClassVar[tuple[str, ...]] = ("rows",)
+    axis_fields: ClassVar[tuple[str, ...]] = ("rows",)
 
     kind: str = "values"
     of: Names = ("test_loss",)
@@ -238,9 +238,9 @@ class Values(ReportItem):
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         axes = [*dict.fromkeys([*self.rows, *varying(cases)])]
         axes = [axis for axis in axes if any(axis in case.labels for case in cases)]
-        cells = grouped(cases, lambda case: case.at(axes))
+        cells = group_by(cases, lambda case: case.at(axes))
         rows: list[Row] = []
-        for labels in in_order(cells, cases, axes):
+        for labels in sort_labels(cells, cases, axes):
             row = axes_row(axes, labels)
             for name in self.of:
                 spread = values_of(cells[labels], name).spread()
@@ -291,18 +291,18 @@ class PublishedTable:
             return cls([{name: text or "" for name, text in row.items()} for row in rows])
 
     def columns(
-        self, axes: Mapping[str, Sequence[str]], stated: Mapping[str, str]
+        self, axes: Mapping[str, Sequence[str]], stated_axes: Mapping[str, str]
     ) -> dict[str, str]:
-        """The axis of each column, of `axes` by their labels, and as the study has `stated` it."""
-        columns = dict(stated)
+        """The axis of each column: that of `stated_axes`, or of `axes` the one with its labels."""
+        columns = dict(stated_axes)
         for name in self.rows[0] if self.rows else ():
             if name in columns or name in VALUES:
                 continue
-            labels = {plain(row[name]) for row in self.rows} - {""}
-            free = [axis for axis in axes if axis not in columns.values()]
-            like = [axis for axis in free if labels & {*map(plain, axes[axis])}]
-            if like:
-                columns[name] = like[0]
+            labels = {normalize(row[name]) for row in self.rows} - {""}
+            free_axes = [axis for axis in axes if axis not in columns.values()]
+            matches = [axis for axis in free_axes if labels & {*map(normalize, axes[axis])}]
+            if matches:
+                columns[name] = matches[0]
         return columns
 
     def number(
@@ -310,37 +310,39 @@ class PublishedTable:
         labels: Mapping[str, str],
         columns: Mapping[str, str],
         data: str,
-        where: Mapping[str, str],
+        conditions: Mapping[str, str],
         value: str = "accuracy",
     ) -> PublishedNumber | None:
         """The number in the column `value` for these labels by axis; None where there is none, or
         several. `columns`: the axis of each column of labels; `data`: the kind of data that was
-        trained on; `where`: further columns and what must stand in them.
+        trained on; `conditions`: further columns and what must stand in them.
         """
 
         def fits(row: Mapping[str, str]) -> bool:
-            text = {name: plain(row.get(name, "")) for name in (*where, *columns)}
+            text = {name: normalize(row.get(name, "")) for name in (*conditions, *columns)}
             # where no label is printed, it is all of them
-            return all(text[name] == plain(label) for name, label in where.items()) and all(
-                axis in labels and text[name] in ("", plain(labels[axis]))
+            return all(
+                text[name] == normalize(label) for name, label in conditions.items()
+            ) and all(
+                axis in labels and text[name] in ("", normalize(labels[axis]))
                 for name, axis in columns.items()
             )
 
-        fitting = [row for row in self.rows if numeric([row.get(value) or "none"]) and fits(row)]
+        rows = [row for row in self.rows if numeric([row.get(value) or "none"]) and fits(row)]
         # the data set itself, or features of it
-        same = [row for row in fitting if f"{row.get('dataset', '')}_".startswith(f"{data}_")]
-        if len(same or fitting) != 1:
+        matches = [row for row in rows if f"{row.get('dataset', '')}_".startswith(f"{data}_")]
+        if len(matches or rows) != 1:
             return None
-        row = (same or fitting)[0]
-        other = "" if same else (row.get("dataset") or "unknown data")
-        return PublishedNumber(row[value], row.get("std", ""), other)
+        row = (matches or rows)[0]
+        other_data = "" if matches else (row.get("dataset") or "unknown data")
+        return PublishedNumber(row[value], row.get("std", ""), other_data)
 
 
-def plain(label: str) -> str:
+def normalize(label: str) -> str:
     """A label without case and punctuation, a number as itself.
 
-    >>> plain("DP-FedAvg"), plain("power_law"), plain("0.30"), plain("1-1")
-    ('dpfedavg', 'powerlaw', '0.3', '11')
+    >>> [normalize(label) for label in ("DP-FedAvg", "power_law", "0.30", "1-1")]
+    ['dpfedavg', 'powerlaw', '0.3', '11']
     """
     try:
         return f"{float(label):g}"

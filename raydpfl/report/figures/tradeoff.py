@@ -7,12 +7,12 @@ import numpy as np
 
 from raydpfl.privacy import TradeOff
 from raydpfl.privacy.tradeoff import LEAST_RATE
-from raydpfl.report.figures.base import PlotItem, first_seed, group_keys, name_of
+from raydpfl.report.figures.base import PlotItem, group_keys, name_of, seed_note
 from raydpfl.report.labels import Quantity, number
 from raydpfl.report.plot_style import REFERENCE, Axes, LegendKey, Look, dots, look, scale
 from raydpfl.report.run_reader import LabelledRun, Panel, Run
 
-LEAST = 1e-6  # the least rate, and the least delta, that is drawn
+MIN_RATE = 1e-6  # the least rate, and the least delta, that is drawn
 TITLES = {"attacks": "Power of any attack", "profile": "Delta at every epsilon"}
 AXES = {
     "attacks": (
@@ -52,17 +52,17 @@ class Tradeoff(PlotItem):
             axes.plot(x, y, **look(group.place).line)
             ends.append((x, y))
             if self.of == "profile":
-                stated = run.holds[0]
-                dots(axes, [(stated.epsilon, stated.delta)], look(group.place))
+                guarantee = run.holds[0]
+                dots(axes, [(guarantee.epsilon, guarantee.delta)], look(group.place))
             elif (mu := float(curve_of(run)["mu"])) < np.inf:
                 power = TradeOff.gaussian(mu).true_positives(x)
                 axes.plot(x, power, linewidth=1, **_gaussian(group.place).line)
         if self.of == "attacks":
-            axes.plot([LEAST, 1], [LEAST, 1], linewidth=1, **REFERENCE.line)
-        reached = zip(*ends, strict=True)
-        for which, measured, values in zip("xy", AXES[self.of], reached, strict=True):
-            log = self.of == "attacks" or which == "y"
-            scale(axes, which, measured, np.concatenate(values), log=log)
+            axes.plot([MIN_RATE, 1], [MIN_RATE, 1], linewidth=1, **REFERENCE.line)
+        axis_values = zip(*ends, strict=True)
+        for axis_name, axis_quantity, values in zip("xy", AXES[self.of], axis_values, strict=True):
+            log = self.of == "attacks" or axis_name == "y"
+            scale(axes, axis_name, axis_quantity, np.concatenate(values), log=log)
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
         keys = list(group_keys(panels))
@@ -75,29 +75,29 @@ class Tradeoff(PlotItem):
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         run = panels[0].run
-        stated, curve = run.holds[0], curve_of(run)
-        text = f"Of one {stated.unit} against an observer of {stated.observer}"
-        text += f" ({str(stated.sampling).split(';')[0]}), by {stated.accountant}."
+        guarantee, curve = run.holds[0], curve_of(run)
+        text = f"Of one {guarantee.unit} against an observer of {guarantee.observer}"
+        text += f" ({str(guarantee.sampling).split(';')[0]}), by {guarantee.accountant}."
         if self.of == "attacks":
             rate, power = curve["at_false_positive_rate"], curve["true_positive_rate"]
             text += f" At a false-positive rate of {rate:g} no attack has a true-positive rate"
             text += f" above {power:.4g}. None that makes both errors at least {LEAST_RATE:g} of"
             text += " the time does better than against the nearest Gaussian, of mu"
             text += f" {number(float(curve['mu']))} (regret {curve['regret']:.2g})."
-        return f"{text}{first_seed(panels)} From summary.json."
+        return f"{text}{seed_note(panels)} From summary.json."
 
 
 def curve_of(run: Run) -> Mapping[str, Any]:
     """What the summary has of the curve of the first guarantee that holds; empty: nothing."""
-    return next((one.get("curve") or {} for one in run.summary.get("holds", ())), {})
+    return next((g.get("curve") or {} for g in run.summary.get("holds", ())), {})
 
 
-def points(run: Run, of: str) -> tuple[np.ndarray, np.ndarray]:
+def points(run: Run, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """What is drawn across and up, float64 [n] each, of a run that has a curve."""
     curve = curve_of(run)
-    if of == "profile":
+    if kind == "profile":
         x, y = np.array(curve["epsilon"]), np.array(curve["delta"])
-        return x[y >= LEAST], y[y >= LEAST]
+        return x[y >= MIN_RATE], y[y >= MIN_RATE]
     return np.array(curve["false_positive_rate"]), 1 - np.array(curve["false_negative_rate"])
 
 

@@ -6,16 +6,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from raydpfl.methods.probes.trajectory import together
-from raydpfl.report.figures.base import Missing, Need, Piece, PlotItem, first_seed
+from raydpfl.report.figures.base import Missing, Need, Piece, PlotItem, seed_note
 from raydpfl.report.labels import Quantity
 from raydpfl.report.plot_style import INK, Axes, LegendKey, Look, look, scale, thin
 from raydpfl.report.run_reader import LabelledRun, Panel, Run
 
-POINTS = 80  # models of a run that are drawn, at most
-FEW = 8  # and at least
-NUMBERS = 200_000_000  # of all models together that are read
+MAX_MODELS = 80  # models of a run that are drawn, at most
+MIN_MODELS = 8  # and at least
+MAX_NUMBERS = 200_000_000  # of all models together that are read
 
-WIDE = 1.5  # a panel's width over its height
+ASPECT_RATIO = 1.5  # a panel's width over its height
 
 
 class ModelPath(PlotItem):
@@ -34,8 +34,8 @@ class ModelPath(PlotItem):
         if len(sizes) < 2:
             return super().make(cases)
         counts = ", ".join(f"{size:,}" for size in sorted(sizes))
-        why = f"models of {counts} parameters have no axes in common"
-        return [Missing(self.title or self.headline(), why)]
+        reason = f"models of {counts} parameters have no axes in common"
+        return [Missing(self.title or self.headline(), reason)]
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         runs = [*dict.fromkeys(group.runs[0] for panel in panels for group in panel.groups)]
@@ -43,29 +43,29 @@ class ModelPath(PlotItem):
         if sum(len(path) for path in paths) < 2:
             return None
         optima = [run.optimum for run in runs if run.optimum is not None]
-        placed, marks = together(paths, optima[0] if optima else None)
-        return dict(zip(runs, placed, strict=True)), marks
+        plane_paths, marks = together(paths, optima[0] if optima else None)
+        return dict(zip(runs, plane_paths, strict=True)), marks
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         paths, marks = common
         for group in panel.groups:
-            drawn = look(group.place)
+            line_look = look(group.place)
             path = paths[group.runs[0]]
-            marker: Any = {"marker": drawn.marker, "markersize": 3}
+            marker: Any = {"marker": line_look.marker, "markersize": 3}
             marker["markevery"] = max(1, len(path) // 20)
-            axes.plot(*path.T, alpha=0.85, **marker, **drawn.line)
+            axes.plot(*path.T, alpha=0.85, **marker, **line_look.line)
             axes.plot(*path[0], marker="o", markersize=7, color=INK, zorder=5)
-            axes.plot(*path[-1], marker="X", markersize=8, color=drawn.colour, zorder=5)
+            axes.plot(*path[-1], marker="X", markersize=8, color=line_look.colour, zorder=5)
         for mark in marks:
             axes.plot(*mark, marker="*", markersize=13, color=INK, zorder=6)
-        every = np.concatenate([*paths.values(), marks])
-        for which, words, values in zip("xy", ("first", "second"), every.T, strict=True):
-            scale(axes, which, Quantity("direction", f"{words} direction"), values)
+        all_points = np.concatenate([*paths.values(), marks])
+        for axis_name, words, values in zip("xy", ("first", "second"), all_points.T, strict=True):
+            scale(axes, axis_name, Quantity("direction", f"{words} direction"), values)
         (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-        width = max(right - left, WIDE * (top - bottom))  # of an inch as much across as up
+        width = max(right - left, ASPECT_RATIO * (top - bottom))  # of an inch as much across as up
         middle, centre = (left + right) / 2, (bottom + top) / 2
         axes.set_xlim(middle - width / 2, middle + width / 2)
-        axes.set_ylim(centre - width / WIDE / 2, centre + width / WIDE / 2)
+        axes.set_ylim(centre - width / ASPECT_RATIO / 2, centre + width / ASPECT_RATIO / 2)
         axes.set_aspect("equal", adjustable="box")
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
@@ -75,11 +75,11 @@ class ModelPath(PlotItem):
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         runs, marks = map(len, common)
-        of = "the models of all runs together" if runs > 1 else "the models of the run"
-        text = f"Models of the rounds, on the two principal directions of {of}."
+        models_text = "the models of all runs together" if runs > 1 else "the models of the run"
+        text = f"Models of the rounds, on the two principal directions of {models_text}."
         text += " Distances are those of the parameters, seen in this plane."
         files = "trajectory.bin and optimum.bin" if marks else "trajectory.bin"
-        return f"{text}{first_seed(panels)} From {files}."
+        return f"{text}{seed_note(panels)} From {files}."
 
 
 def models_of(run: Run, runs: int) -> np.ndarray:
@@ -88,6 +88,6 @@ def models_of(run: Run, runs: int) -> np.ndarray:
     """
     path = run.path
     assert path is not None  # see `Run.has`
-    most = max(FEW, min(POINTS, NUMBERS // (runs * path.shape[1])))
-    points = path[thin(len(path), most)]
+    max_points = max(MIN_MODELS, min(MAX_MODELS, MAX_NUMBERS // (runs * path.shape[1])))
+    points = path[thin(len(path), max_points)]
     return points[[bool(np.isfinite(model).all()) for model in points]]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from raydpfl.report.figures.base import Need, Piece, PlotItem, first_seed
+from raydpfl.report.figures.base import Need, Piece, PlotItem, seed_note
 from raydpfl.report.labels import quantity
 from raydpfl.report.plot_style import INK, REFERENCE, STAR, Axes, LegendKey, dots, look, scale, thin
 from raydpfl.report.run_reader import LabelledRun, Panel, Run
@@ -19,8 +19,8 @@ LOOKS = {
     "bound in force": REFERENCE,
 }
 QUANTILES = (0.1, 0.5, 0.9)
-MOST = 450  # points of each third of a run
-ALL = 6000  # points of a figure
+MAX_THIRD_POINTS = 450  # points of each third of a run
+MAX_FIGURE_POINTS = 6000  # points of a figure
 THIRDS = ("first", "middle", "last")
 
 
@@ -36,8 +36,8 @@ class Norms(PlotItem):
     kind: str = "norms"
 
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
-        recorded = self.title or any(_recorded(case.run) for case in cases)
-        item = self if recorded else self.model_copy(update={"title": "Norms before bounding"})
+        keep_title = self.title or any(_has_factors(case.run) for case in cases)
+        item = self if keep_title else self.model_copy(update={"title": "Norms before bounding"})
         return super(Norms, item).make(cases)
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
@@ -45,19 +45,19 @@ class Norms(PlotItem):
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         for name, (x, *values) in common[panel.run].items():
-            drawn = LOOKS[name]
+            line_look = LOOKS[name]
             if len(values) == 3:
                 low, _, high = values
-                axes.fill_between(x, low, high, color=drawn.colour, alpha=0.2, linewidth=0)
-            width: Any = {"linewidth": 1.2} if drawn is REFERENCE else {}
-            axes.plot(x, values[len(values) // 2], **width, **drawn.line)
+                axes.fill_between(x, low, high, color=line_look.colour, alpha=0.2, linewidth=0)
+            width: Any = {"linewidth": 1.2} if line_look is REFERENCE else {}
+            axes.plot(x, values[len(values) // 2], **width, **line_look.line)
         scale(axes, "x", quantity("round"), common[panel.run]["before bounding"][0])
-        every = [line for lines in common.values() for _, *band in lines.values() for line in band]
-        scale(axes, "y", quantity("norm"), np.concatenate(every))
+        norms = [line for lines in common.values() for _, *band in lines.values() for line in band]
+        scale(axes, "y", quantity("norm"), np.concatenate(norms))
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
         names = {name for lines in common.values() for name in lines}
-        return [LegendKey(name, drawn) for name, drawn in LOOKS.items() if name in names]
+        return [LegendKey(name, key_look) for name, key_look in LOOKS.items() if name in names]
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         text = "Lines are medians over the clients of a round, bands their 10 and 90 % quantiles."
@@ -70,10 +70,10 @@ class Norms(PlotItem):
         if any(run.per_sample for run in common):
             text += " Where samples are clipped, the bound is that of a sample's gradient at each"
             text += " step, and is not drawn next to the norms of updates."
-        return f"{text}{first_seed(panels)} From {files}."
+        return f"{text}{seed_note(panels)} From {files}."
 
 
-def _recorded(run: Run) -> bool:
+def _has_factors(run: Run) -> bool:
     """Whether it is known what bounding left of each update."""
     return not run.per_sample and run.has("clients", ("round", "norm", "factor"))
 
@@ -86,11 +86,11 @@ def lines_of(run: Run) -> dict[str, list[np.ndarray]]:
         run.series(name) for name in ("round", "norm_p10", "norm_p50", "norm_p90", "bound")
     )
     lines: dict[str, Any] = {"before bounding": [rounds, *norms]}
-    if _recorded(run):
+    if _has_factors(run):
         places, pairs = run.pairs("clients", "norm", "factor")
         order = np.argsort(places, kind="stable")
-        places, first = np.unique(places[order], return_index=True)
-        by_round = np.split(pairs[order].prod(1), first[1:])
+        places, round_starts = np.unique(places[order], return_index=True)
+        by_round = np.split(pairs[order].prod(1), round_starts[1:])
         quantiles = [np.quantile(values, QUANTILES) for values in by_round]
         lines["after bounding"] = [places + 1, *np.array(quantiles).T]
     if _has_bound(run):
@@ -136,8 +136,8 @@ class Cloud(PlotItem):
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         """The thirds of each run."""
-        most = min(MOST, ALL // (len(THIRDS) * len(panels)))
-        return {panel.run: thirds_of(panel.run, self.of, self.y, most) for panel in panels}
+        max_points = min(MAX_THIRD_POINTS, MAX_FIGURE_POINTS // (len(THIRDS) * len(panels)))
+        return {panel.run: thirds_of(panel.run, self.of, self.y, max_points) for panel in panels}
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
         run = panel.run
@@ -157,9 +157,9 @@ class Cloud(PlotItem):
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
         names = [[third.name for third in thirds] for thirds in common.values()]
-        alike = all(name == names[0] for name in names)
-        shown = names[0] if alike else [f"{third} rounds" for third in THIRDS]
-        keys = [LegendKey(name, look(place), "point") for place, name in enumerate(shown)]
+        same_names = all(name == names[0] for name in names)
+        third_names = names[0] if same_names else [f"{third} rounds" for third in THIRDS]
+        keys = [LegendKey(name, look(place), "point") for place, name in enumerate(third_names)]
         mean = [LegendKey("mean update", STAR, "point")] if _has_mean(common) else []
         bound = [LegendKey("last bound", REFERENCE)] if any(map(_has_bound, common)) else []
         return [*keys, *mean, *bound]
@@ -167,10 +167,10 @@ class Cloud(PlotItem):
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         thirds = [third for thirds in common.values() for third in thirds]
         text = "A point is what one client would send in one round without a bound."
-        drawn = sum(len(third.points) for third in thirds)
+        drawn_count = sum(len(third.points) for third in thirds)
         total = sum(third.total for third in thirds)
-        if drawn < total:
-            text += f" {drawn:,} of {total:,} points, evenly chosen."
+        if drawn_count < total:
+            text += f" {drawn_count:,} of {total:,} points, evenly chosen."
         if _has_mean(common):
             text += " The mean update has its noise in it."
         elif all(run.sends_updates for run in common):
@@ -178,25 +178,26 @@ class Cloud(PlotItem):
         if not all(run.sends_updates for run in common):
             text += " Where clients send no updates but models, gradients or differences to their"
             text += " state, norms are of these, and the mean update is not drawn."
-        return f"{text}{first_seed(panels)} From clients.parquet and rounds.parquet."
+        return f"{text}{seed_note(panels)} From clients.parquet and rounds.parquet."
 
 
 def _has_mean(common: dict[Run, list[Third]]) -> bool:
     return any(len(third.mean) for thirds in common.values() for third in thirds)
 
 
-def thirds_of(run: Run, x: str, y: str, most: int) -> list[Third]:
+def thirds_of(run: Run, x: str, y: str, max_points: int) -> list[Third]:
     """The thirds of a run, with so many points each at most, of these columns of its clients."""
     rounds, points = run.pairs("clients", x, y)
-    done, updates = run.pairs("rounds", f"update_{x}", f"update_{y}")
-    updates = updates if run.sends_updates else updates[:0]
+    update_rounds, updates = run.pairs("rounds", f"update_{x}", f"update_{y}")
+    if not run.sends_updates:
+        update_rounds, updates = update_rounds[:0], updates[:0]
     thirds = []
     for third in filter(len, np.array_split(np.unique(rounds), len(THIRDS))):
-        inside = points[(rounds >= third[0]) & (rounds <= third[-1])]
-        there = updates[(done >= third[0]) & (done <= third[-1])] if len(updates) else updates
+        cloud = points[(rounds >= third[0]) & (rounds <= third[-1])]
+        third_updates = updates[(update_rounds >= third[0]) & (update_rounds <= third[-1])]
         name = f"round {third[0] + 1:.0f}"
         if len(third) > 1:
             name = f"rounds {third[0] + 1:.0f} to {third[-1] + 1:.0f}"
-        mean = np.median(there, 0)[None] if len(there) else there
-        thirds.append(Third(name, inside[thin(len(inside), most)], len(inside), mean))
+        mean = np.median(third_updates, 0)[None] if len(third_updates) else third_updates
+        thirds.append(Third(name, cloud[thin(len(cloud), max_points)], len(cloud), mean))
     return thirds

@@ -7,7 +7,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.report.html import Page
 from raydpfl.report.pages.audit import AuditSource
 from raydpfl.report.pages.base import PageSource
-from raydpfl.report.pages.comparison import Compared, names
+from raydpfl.report.pages.comparison import Comparison, names
 from raydpfl.report.pages.run import RunSource
 from raydpfl.report.pages.study import StudySource
 from raydpfl.report.pages.sweep import SweepSource
@@ -23,7 +23,7 @@ def page_of(folder: Path) -> Page:
     return _source(folder).page()
 
 
-def compared(folders: Sequence[Path], metric: str | None = None) -> Compared:
+def compared(folders: Sequence[Path], metric: str | None = None) -> Comparison:
     """The runs in these directories of runs, sweeps and studies, side by side by the score `metric`
     (None: that by which they are followed). Raises `ConfigError` where one of the directories holds
     no run, or they cannot be compared.
@@ -31,13 +31,13 @@ def compared(folders: Sequence[Path], metric: str | None = None) -> Compared:
     runs: list[Run] = []
     for folder, name in zip(folders, names(folders), strict=True):
         source = _source(folder)
-        inside = source.runs(name)
-        if not inside:
+        source_runs = source.runs(name)
+        if not source_runs:
             expected = "the directories of runs, sweeps and studies, where several are compared"
             reason = f"this one ({source.name}) has no run that has ended"
             raise ConfigError("DIR", str(folder), f"{expected}; {reason}")
-        runs += inside
-    return Compared(runs, metric)
+        runs += source_runs
+    return Comparison(runs, metric)
 
 
 def _source(folder: Path) -> PageSource:

@@ -17,13 +17,13 @@ from raydpfl.report.run_reader import Columns, arrays_of, read_table
 from raydpfl.report.tables import PrintedCell, Row, Table
 from raydpfl.storage.files import read_json
 
-PROVEN = Look(look(1).colour, "none", "s")
-ESTIMATED = Look(look(0).colour, "-", "o")
-CLAIM = Look(INK, "--", "")
-INSIDE = look(1)
-OUTSIDE = look(0)
+PROVEN_LOOK = Look(look(1).colour, "none", "s")
+ESTIMATE_LOOK = Look(look(0).colour, "-", "o")
+CLAIM_LOOK = Look(INK, "--", "")
+INSIDE_LOOK = look(1)
+OUTSIDE_LOOK = look(0)
 BINS = 40
-NEVER = (
+NO_PROOF = (
     "A passing audit is no proof: a lower bound far below the claim is the rule, and shows that "
     "privacy is no better than that, never that it is as good as claimed."
 )
@@ -40,7 +40,7 @@ class AuditSource(PageSource):
         facts = self._facts()
         views = facts["views"]
         # what weakens the audit, and what it never shows
-        notes = Words("How far it reaches", [*(f"{fact}." for fact in facts["notes"]), NEVER])
+        notes = Words("How far it reaches", [*(f"{fact}." for fact in facts["notes"]), NO_PROOF])
         sections = [
             PageSection("Checks", [checks(facts["checks"]), notes]),
             PageSection("Config", [self.file_text("config.yaml")]),
@@ -68,14 +68,14 @@ class AuditSource(PageSource):
 
 def tiles(facts: dict[str, Any]) -> list[Tile]:
     """The outcome, and the lower bound against each observer."""
-    passed = sum(check["passed"] for check in facts["checks"])
+    passed_count = sum(check["passed"] for check in facts["checks"])
     tiles = [
         Tile("outcome", "passed" if facts["passed"] else "not as claimed"),
-        Tile("checks passed", f"{passed} of {len(facts['checks'])}"),
+        Tile("checks passed", f"{passed_count} of {len(facts['checks'])}"),
     ]
     for view in facts["views"][:4]:
-        claimed = view["claimed"]
-        note = f"of {number(float(claimed['epsilon']))} claimed, against {claimed['observer']}"
+        claim = view["claimed"]
+        note = f"of {number(float(claim['epsilon']))} claimed, against {claim['observer']}"
         tiles.append(Tile("epsilon proven", number(view["lower"]), note))
     return tiles
 
@@ -84,15 +84,15 @@ def table(views: Sequence[View]) -> Table:
     """What is claimed, proven and estimated, a row for each observer."""
     rows: list[Row] = []
     for view in views:
-        claimed, estimate = view["claimed"], view["estimate"]
+        claim, estimate = view["claimed"], view["estimate"]
         state = "refuted" if view["refuted"] else "in doubt" if view["exceeded"] else "stands"
         rows.append(
             {
-                "against": claimed["observer"],
-                "sampling": claimed["sampling"],
-                "epsilon claimed": claimed["epsilon"],
-                "delta": claimed["delta"],
-                "accountant": claimed["accountant"],
+                "against": claim["observer"],
+                "sampling": claim["sampling"],
+                "epsilon claimed": claim["epsilon"],
+                "delta": claim["delta"],
+                "accountant": claim["accountant"],
                 "proven at least": view["lower"],
                 "curve refuted below": view.get("lower_of_curve"),
                 Quantity("confidence", "confidence", percent=True): view["confidence"],
@@ -129,40 +129,40 @@ def bounds(views: Sequence[View]) -> Piece:
         "lie to the right of what is proven. From audit.json."
     )
     keys = [
-        LegendKey("claimed", CLAIM),
-        LegendKey("proven at least", PROVEN, "point"),
-        LegendKey("estimated", ESTIMATED, "line"),
+        LegendKey("claimed", CLAIM_LOOK),
+        LegendKey("proven at least", PROVEN_LOOK, "point"),
+        LegendKey("estimated", ESTIMATE_LOOK, "line"),
     ]
     return Plot("bounds", "Bounds against claims", caption, subplots, keys, height=2.1)
 
 
 def observer(view: View) -> str:
     """Against whom, in a few words."""
-    claimed = view["claimed"]
-    text = f"{claimed['observer']} ({claimed['sampling'].split(';')[0]})"
+    claim = view["claimed"]
+    text = f"{claim['observer']} ({claim['sampling'].split(';')[0]})"
     return textwrap.shorten(text, 2 * CHARACTERS - 4, placeholder=" ...")
 
 
 def _bounds(axes: Axes, view: View) -> None:
-    claimed = float(view["claimed"]["epsilon"])
+    epsilon = float(view["claimed"]["epsilon"])
     lower, estimate = view["lower"], view["estimate"]
-    axes.axvline(claimed, color=CLAIM.colour, linestyle=CLAIM.dash, linewidth=1.3)
-    axes.plot([lower], [1], color=PROVEN.colour, marker=PROVEN.marker, markersize=7)
-    axes.plot([0, lower], [1, 1], color=PROVEN.colour, linewidth=3, alpha=0.5)
-    axes.plot([estimate["low"], estimate["high"]], [0, 0], color=ESTIMATED.colour, linewidth=2)
-    axes.plot([estimate["epsilon"]], [0], color=ESTIMATED.colour, marker=ESTIMATED.marker)
-    finite = [value for value in (claimed, lower, estimate["high"]) if np.isfinite(value)]
-    most = 1.15 * max(finite, default=1.0) or 1.0
+    axes.axvline(epsilon, color=CLAIM_LOOK.colour, linestyle=CLAIM_LOOK.dash, linewidth=1.3)
+    axes.plot([lower], [1], color=PROVEN_LOOK.colour, marker=PROVEN_LOOK.marker, markersize=7)
+    axes.plot([0, lower], [1, 1], color=PROVEN_LOOK.colour, linewidth=3, alpha=0.5)
+    axes.plot([estimate["low"], estimate["high"]], [0, 0], color=ESTIMATE_LOOK.colour, linewidth=2)
+    axes.plot([estimate["epsilon"]], [0], color=ESTIMATE_LOOK.colour, marker=ESTIMATE_LOOK.marker)
+    finite = [value for value in (epsilon, lower, estimate["high"]) if np.isfinite(value)]
+    x_max = 1.15 * max(finite, default=1.0) or 1.0
     for height, value, words in ((1, lower, "at least "), (0, estimate["epsilon"], "")):
-        side = "right" if most / 3 < value < claimed else "left"
+        side = "right" if x_max / 3 < value < epsilon else "left"
         style: Any = {"textcoords": "offset points", "ha": side, "fontsize": 9}
         axes.annotate(f"{words}{number(value)}", (value, height), (0, 8), **style)
     axes.set_yticks([1, 0], [f"proven ({view['confidence']:.0%})", "estimated"])
     axes.set_ylim(-0.6, 1.8)
     axes.grid(axis="y", visible=False)
-    label = Quantity("e", f"epsilon at delta {view['claimed']['delta']:g}; claimed {claimed:.4g}")
+    label = Quantity("e", f"epsilon at delta {view['claimed']['delta']:g}; claimed {epsilon:.4g}")
     scale(axes, "x", label, finite)
-    axes.set_xlim(0, most)
+    axes.set_xlim(0, x_max)
 
 
 def scores(views: Sequence[View], table: Columns) -> Piece:
@@ -172,25 +172,25 @@ def scores(views: Sequence[View], table: Columns) -> Piece:
         return Missing(title, "needs view, inside and score in scores.parquet")
     subplots = []
     for place, view in enumerate(views):
-        here = table["view"] == place
-        draw = partial(_histogram, values=table["score"][here], inside=table["inside"][here])
+        mask = table["view"] == place
+        draw = partial(_histogram, values=table["score"][mask], inside=table["inside"][mask])
         subplots.append(Subplot(observer(view), draw))
     caption = (
         "How many canaries have which score, those that a coin put in and those that it left out. "
         "The further apart the two lie, the more the observer can tell. From scores.parquet."
     )
-    keys = [LegendKey("inside", INSIDE, "bar"), LegendKey("outside", OUTSIDE, "bar")]
+    keys = [LegendKey("inside", INSIDE_LOOK, "bar"), LegendKey("outside", OUTSIDE_LOOK, "bar")]
     return Plot("scores", title, caption, subplots, keys)
 
 
 def _histogram(axes: Axes, values: np.ndarray, inside: np.ndarray) -> None:
     edges = np.histogram_bin_edges(values, BINS)
     tops = [0]
-    for drawn, there in ((INSIDE, 1.0), (OUTSIDE, 0.0)):
-        counts, _ = np.histogram(values[inside == there], edges)
+    for bar_look, coin in ((INSIDE_LOOK, 1.0), (OUTSIDE_LOOK, 0.0)):
+        counts, _ = np.histogram(values[inside == coin], edges)
         tops.append(int(counts.max(initial=0)))
-        axes.stairs(counts, edges, color=drawn.colour, fill=True, alpha=0.35)
-        axes.stairs(counts, edges, linewidth=1.4, **drawn.line)
+        axes.stairs(counts, edges, color=bar_look.colour, fill=True, alpha=0.35)
+        axes.stairs(counts, edges, linewidth=1.4, **bar_look.line)
     middles = (edges[1:] + edges[:-1]) / 2
     scale(axes, "x", Quantity("score", "score", "stds of the noise"), middles)
     scale(axes, "y", Quantity("count", "canaries"), tops)

@@ -46,11 +46,11 @@ class PageSource:
             return Missing(name, "cannot be read")
 
 
-def not_completed(what: str, summary: Mapping[str, Any]) -> list[str]:
+def status_warnings(kind: str, summary: Mapping[str, Any]) -> list[str]:
     """A warning of a sweep or study whose summary does not say that it has completed."""
     status = summary.get("status", "not ended: there is no summary.json")
     reason = f": {summary['reason']}" if summary.get("reason") else ""
-    return [] if status == "completed" else [f"The {what} is {status}{reason}."]
+    return [] if status == "completed" else [f"The {kind} is {status}{reason}."]
 
 
 def time_tile(summary: Mapping[str, Any], note: str) -> list[Tile]:

@@ -1,9 +1,9 @@
 """Several runs side by side: which of them are seeds of one setting, in what the settings differ,
 their numbers, and the page that shows them.
 
-Runs whose configs differ by the seed alone, and by how they are carried out (`HOW`), are seeds of
-one setting. Two of them with one seed are labelled by how they are carried out, and if that is the
-same too, by their directories.
+Runs whose configs differ by the seed alone, and by how they are carried out (`EXECUTION_KEYS`), are
+seeds of one setting. Two of them with one seed are labelled by how they are carried out, and if
+that is the same too, by their directories.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl.config.overrides import flat
+from raydpfl.config.overrides import flatten
 from raydpfl.errors import ConfigError
 from raydpfl.models.metric_columns import is_score
 from raydpfl.report.figures import Piece, Plot
@@ -26,22 +26,22 @@ from raydpfl.report.labels import (
     accountant,
     axis,
     counted,
-    in_print,
-    listed,
+    format_value,
+    join_names,
     number,
     quantity,
 )
-from raydpfl.report.pages.run import RunSource, guarantee_row, run_sections, state, unasked
+from raydpfl.report.pages.run import RunSource, default_pieces, guarantee_row, run_sections, state
 from raydpfl.report.plot_style import PALETTE
-from raydpfl.report.run_reader import LabelledRun, Run, grouped, largest_held, largest_stated
+from raydpfl.report.run_reader import LabelledRun, Run, group_by, largest_epsilon, stated_epsilons
 from raydpfl.report.statistics import SeedSpread, SeedValues
 from raydpfl.report.tables import Row, Table
 
 # Of `data`, what decides which client has which rows, and how a row is put: not which there are.
-PARTITIONED = ("clients", "sizes", "partition", "features", "normalize", "mean", "std")
+PARTITION_KEYS = ("clients", "sizes", "partition", "features", "normalize", "mean", "std")
 # Beginnings of keys that say how a run is carried out, or what it resolves by itself.
-HOW = ("client.", "measure", "track", "noise.coefficients")
-LONG = 24  # characters of a value in a label
+EXECUTION_KEYS = ("client.", "measure", "track", "noise.coefficients")
+VALUE_LIMIT = 24  # characters of a value in a label
 TERMS = ("unit", "relation", "delta", "observer")  # of a guarantee, as labels of an epsilon
 
 
@@ -51,18 +51,18 @@ def leaves(tree: Mapping[str, Any]) -> dict[str, str]:
     >>> leaves({"seed": 1, "local": {"kind": "sgd", "lr": 0.1}})
     {'seed': '1', 'local.kind': 'sgd', 'local.lr': '0.1'}
     """
-    return {key: json.dumps(value, default=str).strip('"') for key, value in flat(tree).items()}
+    return {key: json.dumps(value, default=str).strip('"') for key, value in flatten(tree).items()}
 
 
-def differing(trees: Sequence[Mapping[str, str]]) -> list[str]:
+def differing_keys(trees: Sequence[Mapping[str, str]]) -> list[str]:
     """The keys in which some of the trees of leaves differ, in the order in which they come."""
     names = dict.fromkeys(name for tree in trees for name in tree)
     return [name for name in names if len({tree.get(name) for tree in trees}) > 1]
 
 
-def label(tree: Mapping[str, str], others: Sequence[Mapping[str, str]], keys: Sequence[str]) -> str:
-    """How a tree of leaves differs from others by these keys, in words. A key of a member is named
-    where others with the same member have another value of it.
+def label(tree: Mapping[str, str], trees: Sequence[Mapping[str, str]], keys: Sequence[str]) -> str:
+    """How a tree of leaves differs from the `trees` by these keys, in words. A key of a member is
+    named where others with the same member have another value of it.
     """
     words = []
     for key in keys:
@@ -71,10 +71,10 @@ def label(tree: Mapping[str, str], others: Sequence[Mapping[str, str]], keys: Se
         # the kinds of the member, and of those around it, that the key is a field of
         kinds = [kind for kind in keys if _is_kind(kind) and kind != key]
         kinds = [kind for kind in kinds if key.startswith(kind.removesuffix("kind"))]
-        alike = [other for other in others if all(other.get(k) == tree.get(k) for k in kinds)]
-        if len({other.get(key) for other in alike}) > 1:
+        peers = [other for other in trees if all(other.get(k) == tree.get(k) for k in kinds)]
+        if len({other.get(key) for other in peers}) > 1:
             value = tree[key]
-            value = value if len(value) <= LONG else f"{value[: LONG - 3]}..."
+            value = value if len(value) <= VALUE_LIMIT else f"{value[: VALUE_LIMIT - 3]}..."
             words.append(value if _is_kind(key) else f"{axis(key)} {value}")
     return ", ".join(words)
 
@@ -86,13 +86,13 @@ def labels(values: Sequence[Any]) -> list[str]:
     >>> labels([{"kind": "clip", "bound": 1}, {"kind": "clip", "bound": 2}, {"kind": "none"}, 0.5])
     ['clip, bound 1', 'clip, bound 2', 'none', '0.5']
     """
-    trees = {at: leaves(value) for at, value in enumerate(values) if isinstance(value, Mapping)}
-    keys = sorted(differing([*trees.values()]), key=lambda key: not _is_kind(key))
-    labels = [*map(in_print, values)]
-    for at, tree in trees.items():
-        labels[at] = label(tree, [*trees.values()], keys) or tree.get("kind", "{}")
-    for at in [at for at in trees if labels.count(labels[at]) > 1]:
-        labels[at] = ", ".join(f"{key} {value}" for key, value in trees[at].items())
+    trees = {i: leaves(value) for i, value in enumerate(values) if isinstance(value, Mapping)}
+    keys = sorted(differing_keys([*trees.values()]), key=lambda key: not _is_kind(key))
+    labels = [*map(format_value, values)]
+    for i, tree in trees.items():
+        labels[i] = label(tree, [*trees.values()], keys) or tree.get("kind", "{}")
+    for i in [i for i in trees if labels.count(labels[i]) > 1]:
+        labels[i] = ", ".join(f"{key} {value}" for key, value in trees[i].items())
     return labels
 
 
@@ -108,12 +108,12 @@ class SeedGroup:
 
     def spread(self, name: str) -> SeedSpread:
         """A number of the last round, over the runs."""
-        return SeedValues({at: last(run, name) for at, run in enumerate(self.runs)}).spread()
+        return SeedValues({place: last(run, name) for place, run in enumerate(self.runs)}).spread()
 
     @property
     def epsilon(self) -> float | None:
         """The largest that holds, over the runs; None where one of them has none."""
-        return largest_held(self.runs)
+        return largest_epsilon(self.runs)
 
     @property
     def accountants(self) -> list[str]:
@@ -126,7 +126,7 @@ class SeedGroup:
         return any(run.guarantees for run in self.runs)
 
 
-class Compared:
+class Comparison:
     """Runs, each with a name of its own, by their settings: `settings`, in the order of their first
     runs. `keys`: those in which the settings differ, by section, kinds first. `metric`: the score
     that they are compared by; None: that by which each of them is followed. Raises `ConfigError`
@@ -138,30 +138,30 @@ class Compared:
         _check_data(runs)
         self.metric = _metric(runs, metric)
         self._leaves = {run: leaves(run.config) for run in runs}
-        names = self._differing(runs)
-        printed = [name for name in names if not name.startswith(HOW)]
-        clashes = filter(_clash, self._grouped(printed))
-        printed += [name for clash in clashes for name in self._differing(clash)]
+        names = self._differing_keys(runs)
+        printed_keys = [name for name in names if not name.startswith(EXECUTION_KEYS)]
+        clashes = filter(_clash, self._group_runs(printed_keys))
+        printed_keys += [name for clash in clashes for name in self._differing_keys(clash)]
         sections = [name.partition(".")[0] for name in names]
         self.keys = sorted(
-            (name for name in names if name in printed),
+            (name for name in names if name in printed_keys),
             key=lambda name: (sections.index(name.partition(".")[0]), not _is_kind(name)),
         )
         self.settings = self._settings()
 
-    def _differing(self, runs: Iterable[Run]) -> list[str]:
+    def _differing_keys(self, runs: Iterable[Run]) -> list[str]:
         """The keys in which some of the runs differ."""
-        names = differing([self._leaves[run] for run in runs])
+        names = differing_keys([self._leaves[run] for run in runs])
         return [name for name in names if name != "seed"]
 
-    def _grouped(self, keys: Sequence[str]) -> list[list[Run]]:
+    def _group_runs(self, keys: Sequence[str]) -> list[list[Run]]:
         """The runs with the same values of these keys together."""
         values = {run: tuple(self._leaves[run].get(key) for key in keys) for run in self.runs}
-        return [*grouped(self.runs, lambda run: values[run]).values()]
+        return [*group_by(self.runs, lambda run: values[run]).values()]
 
     def _settings(self) -> list[SeedGroup]:
         groups: list[list[Run]] = []
-        for group in self._grouped(self.keys):
+        for group in self._group_runs(self.keys):
             groups += [[run] for run in group] if _clash(group) else [group]
         trees = [self._leaves[group[0]] for group in groups]
         names = [label(tree, trees, self.keys) for tree in trees]
@@ -172,23 +172,25 @@ class Compared:
             settings.append(SeedGroup(name, {key: tree.get(key, "") for key in self.keys}, group))
         return settings
 
-    def ranked(self) -> list[SeedGroup]:
+    def ranking(self) -> list[SeedGroup]:
         """The best mean of the metric first, where one is better; those without one last."""
         sign = quantity(self.metric).better
         means = {setting: setting.spread(self.metric).mean for setting in self.settings}
-        lost = {setting for setting, mean in means.items() if math.isnan(mean)}
-        rest = [setting for setting in self.settings if setting not in lost]
-        return [*sorted(rest, key=lambda setting: -sign * means[setting]), *lost]
+        missing = {setting for setting, mean in means.items() if math.isnan(mean)}
+        rest = [setting for setting in self.settings if setting not in missing]
+        return [*sorted(rest, key=lambda setting: -sign * means[setting]), *missing]
 
     @property
-    def mixed(self) -> list[str]:
+    def epsilon_warnings(self) -> list[str]:
         """A line that says in what the epsilons that hold differ, where not of one kind."""
-        held = [run.holds[0] for run in self.runs if run.holds]
+        held_guarantees = [run.holds[0] for run in self.runs if run.holds]
         values = {
-            name: dict.fromkeys(str(getattr(one, name)).replace("_", " ") for one in held)
+            name: dict.fromkeys(str(getattr(g, name)).replace("_", " ") for g in held_guarantees)
             for name in TERMS
         }
-        parts = [f"{name}: {listed([*of])}" for name, of in values.items() if len(of) > 1]
+        parts = [
+            f"{name}: {join_names([*words])}" for name, words in values.items() if len(words) > 1
+        ]
         text = f"The epsilons are not of one kind. They differ in {'; '.join(parts)}."
         return [text] if parts else []
 
@@ -216,37 +218,38 @@ def _check_data(runs: Sequence[Run]) -> None:
     for run in runs:
         section = run.config.get("data")
         section = section if isinstance(section, Mapping) else {}
-        data.append(leaves({key: of for key, of in section.items() if key not in PARTITIONED}))
-    for run, there in zip(runs, data, strict=True):
-        for key in differing([data[0], there]):
-            here = f"runs on the same data; data.{key} is {data[0].get(key)} in {runs[0].name}"
-            raise ConfigError("DIR", str(run.folder), f"{here} and {there.get(key)} here")
+        data.append(leaves({k: v for k, v in section.items() if k not in PARTITION_KEYS}))
+    for run, tree in zip(runs, data, strict=True):
+        for key in differing_keys([data[0], tree]):
+            expected = f"runs on the same data; data.{key} is {data[0].get(key)} in {runs[0].name}"
+            raise ConfigError("DIR", str(run.folder), f"{expected} and {tree.get(key)} here")
 
 
 def _metric(runs: Sequence[Run], metric: str | None) -> str:
     """The score to compare by, checked."""
     scores = {run.name: _scores(run) for run in runs}
-    common = [name for name in scores[runs[0].name] if all(name in has for has in scores.values())]
+    common = [name for name in scores[runs[0].name] if all(name in s for s in scores.values())]
     expected = f"a score that all of them have ({', '.join(common) or 'there is none'})"
     if metric is not None:
-        for name, has in scores.items():
-            if metric not in has:
+        for name, run_scores in scores.items():
+            if metric not in run_scores:
                 raise ConfigError("--metric", metric, f"{expected}; {name} does not have it")
         return metric
-    leads = dict.fromkeys(has[0] if has else "nothing" for has in scores.values())
+    leads = dict.fromkeys(s[0] if s else "nothing" for s in scores.values())
     if len(leads) > 1 or not common:
-        raise ConfigError("--metric", None, f"{expected}; they are followed by {listed([*leads])}")
+        expected += f"; they are followed by {join_names([*leads])}"
+        raise ConfigError("--metric", None, expected)
     return common[0]
 
 
 def _scores(run: Run) -> list[str]:
     """The scores that a run has, that by which it is followed first."""
-    every = dict.fromkeys([*run.summary, *run.table("rounds")])
-    return [name for name in every if is_score(name) and last(run, name) is not None]
+    columns = dict.fromkeys([*run.summary, *run.table("rounds")])
+    return [name for name in columns if is_score(name) and last(run, name) is not None]
 
 
 SCORES = ("test_accuracy", "test_loss", "validation_accuracy", "validation_loss")
-EACH_ALONE = "Each epsilon holds for its own run alone; showing several runs spends several."
+EPSILON_NOTE = "Each epsilon holds for its own run alone; showing several runs spends several."
 
 
 def names(folders: Sequence[Path]) -> list[str]:
@@ -259,73 +262,73 @@ def names(folders: Sequence[Path]) -> list[str]:
     return [f"{'/'.join(part[-1:])} ({place})" for place, part in enumerate(parts, 1)]
 
 
-def page_of_several(compared: Compared) -> Page:
+def comparison_page(comparison: Comparison) -> Page:
     """The page. Runs that are seeds of one setting are one line with a band; of many settings the
     best are drawn, and the tables have all.
     """
-    settings = compared.settings
-    runs = compared.runs
-    metric = compared.metric
-    measured = quantity(metric)
-    best = compared.ranked()
-    drawn = [setting for setting in settings if setting in best[: len(PALETTE)]]
-    cases = [LabelledRun({"run": setting.label}, run) for setting in drawn for run in setting.runs]
-    curves = [piece for x in X_WORDS for piece in unasked({"curves": metric, "x": x}, cases)]
-    there = {piece.name for piece in curves if isinstance(piece, Plot)}
-    others = [
-        replace(part, pieces=[one for one in part.pieces if getattr(one, "name", "") not in there])
+    settings = comparison.settings
+    runs = comparison.runs
+    metric = comparison.metric
+    metric_quantity = quantity(metric)
+    ranking = comparison.ranking()
+    best = [setting for setting in settings if setting in ranking[: len(PALETTE)]]
+    cases = [LabelledRun({"run": setting.label}, run) for setting in best for run in setting.runs]
+    curves = [piece for x in X_WORDS for piece in default_pieces({"curves": metric, "x": x}, cases)]
+    curve_names = {piece.name for piece in curves if isinstance(piece, Plot)}
+    other_sections = [
+        replace(part, pieces=[p for p in part.pieces if getattr(p, "name", "") not in curve_names])
         for part in run_sections(cases, {"Privacy": guarantees(settings)})
     ]
-    first = RunSource(runs[0].folder)
+    first_source = RunSource(runs[0].folder)
     sections = [
-        PageSection("Results", [results(compared), differences(compared)]),
-        PageSection(f"{measured.words.capitalize()} by round, second and epsilon", curves),
-        *others,
-        PageSection("Config of the first", [first.file_text(first.file)]),
+        PageSection("Results", [results(comparison), differences(comparison)]),
+        PageSection(f"{metric_quantity.words.capitalize()} by round, second and epsilon", curves),
+        *other_sections,
+        PageSection("Config of the first", [first_source.file_text(first_source.file)]),
     ]
 
     def mean(setting: SeedGroup) -> str:
-        return number(setting.spread(metric).mean, measured.percent)
+        return number(setting.spread(metric).mean, metric_quantity.percent)
 
     title = f"{counted(len(settings), 'setting')} compared"
     lead = f"{counted(len(runs), 'run')} of {counted(len(settings), 'setting')}."
-    if measured.better:
-        lead += f" The best {measured.words} in the last round is {mean(best[0])}, of "
-        lead += f"{best[0].label}."
-    tiles = [Tile(setting.label, mean(setting), held(setting)) for setting in settings[:8]]
+    if metric_quantity.better:
+        lead += f" The best {metric_quantity.words} in the last round is {mean(ranking[0])}, of "
+        lead += f"{ranking[0].label}."
+    tiles = [Tile(setting.label, mean(setting), epsilon_words(setting)) for setting in settings[:8]]
     flaws = [f"{run.name}: {flaw}" for run in runs for flaw in run.flaws]
-    flaws += [f"{runs[0].name}: {flaw}" for flaw in first.flaws]
-    warned = warnings(compared, len(drawn))
-    return Page(title, [lead, EACH_ALONE], tiles, sections, warned, flaws)
+    flaws += [f"{runs[0].name}: {flaw}" for flaw in first_source.flaws]
+    warning_lines = warnings(comparison, len(best))
+    return Page(title, [lead, EPSILON_NOTE], tiles, sections, warning_lines, flaws)
 
 
-def warnings(compared: Compared, drawn: int) -> list[str]:
-    lines = [f"{run.name}: {line}" for run in compared.runs for line in state(run)]
-    lines += compared.mixed
-    if drawn < len(compared.settings):
-        measured = quantity(compared.metric)
-        best = f" with the best {measured.words}" if measured.better else ""
-        text = f"Figures have the {drawn} settings{best} of {len(compared.settings)}"
+def warnings(comparison: Comparison, drawn_count: int) -> list[str]:
+    lines = [f"{run.name}: {line}" for run in comparison.runs for line in state(run)]
+    lines += comparison.epsilon_warnings
+    if drawn_count < len(comparison.settings):
+        metric_quantity = quantity(comparison.metric)
+        best = f" with the best {metric_quantity.words}" if metric_quantity.better else ""
+        text = f"Figures have the {drawn_count} settings{best} of {len(comparison.settings)}"
         lines.append(f"{text}; the tables have all.")
     return lines
 
 
-def held(setting: SeedGroup) -> str:
+def epsilon_words(setting: SeedGroup) -> str:
     """The epsilon that holds, in words."""
     if setting.epsilon is None:
         return "no rigorous guarantee" if setting.private else "not private"
-    one = setting.runs[0].holds[0]
-    return f"epsilon {number(setting.epsilon)} holds, delta {one.delta:g}"
+    guarantee = setting.runs[0].holds[0]
+    return f"epsilon {number(setting.epsilon)} holds, delta {guarantee.delta:g}"
 
 
-def results(compared: Compared) -> Table:
+def results(comparison: Comparison) -> Table:
     """Scores, and every accountant's epsilon as it is stated first, a row for each setting."""
-    metric = compared.metric
-    every = [one for run in compared.runs for one in run.guarantees]
-    kinds = dict.fromkeys((one.accountant, one.kind) for one in every)
-    scores = [one for one in SCORES if any(run.number(one) is not None for run in compared.runs)]
+    metric = comparison.metric
+    all_guarantees = [g for run in comparison.runs for g in run.guarantees]
+    kinds = dict.fromkeys((g.accountant, g.kind) for g in all_guarantees)
+    scores = [name for name in SCORES if any(r.number(name) is not None for r in comparison.runs)]
     rows: list[Row] = []
-    for setting in compared.settings:
+    for setting in comparison.settings:
 
         def mean(name: str, setting: SeedGroup = setting) -> Row:
             return {quantity(name): setting.spread(name).mean}
@@ -336,18 +339,18 @@ def results(compared: Compared) -> Table:
         for name in (f"best_{metric}", *(name for name in scores if name != metric)):
             row |= mean(name)
         row["epsilon that holds"] = setting.epsilon
-        stated = largest_stated(setting.runs)
+        largest_epsilons = stated_epsilons(setting.runs)
         for name, kind in kinds:
-            row[f"epsilon, {accountant(name)} ({kind})"] = stated.get((name, kind))
+            row[f"epsilon, {accountant(name)} ({kind})"] = largest_epsilons.get((name, kind))
         rows.append({**row, **mean("rounds"), **mean("seconds")})
     caption = "Means over the seeds, with the sample standard deviation of the first score; of "
     caption += "epsilons the largest. The best round is chosen on what is shown, which flatters it."
     return Table("results", "Results", f"{caption} From summary.json.", rows)
 
 
-def differences(compared: Compared) -> Table:
+def differences(comparison: Comparison) -> Table:
     """The keys in which the configs of the settings differ."""
-    rows: list[Row] = [{"setting": one.label, **one.values} for one in compared.settings]
+    rows: list[Row] = [{"setting": s.label, **s.values} for s in comparison.settings]
     caption = "What the configs differ in, but for the seed; empty where one has no such key. "
     return Table("differences", "Differences", f"{caption}From config.yaml.", rows)
 
@@ -355,9 +358,9 @@ def differences(compared: Compared) -> Table:
 def guarantees(settings: Sequence[SeedGroup]) -> list[Piece]:
     """All guarantees of the first run of each setting."""
     rows: list[Row] = [
-        {"setting": setting.label, **guarantee_row(one, setting.runs[0])}
+        {"setting": setting.label, **guarantee_row(guarantee, setting.runs[0])}
         for setting in settings
-        for one in setting.runs[0].guarantees
+        for guarantee in setting.runs[0].guarantees
     ]
     caption = "Of each setting those of its first run. Epsilons of different kinds are never "
     caption += "compared. From summary.json."

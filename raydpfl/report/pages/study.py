@@ -15,31 +15,31 @@ from raydpfl.report.labels import (
     accountant,
     counted,
     edge,
-    in_print,
-    listed,
+    format_mean,
+    format_value,
+    join_names,
     number,
     quantity,
-    with_std,
 )
-from raydpfl.report.pages.base import PageSource, not_completed, time_tile
+from raydpfl.report.pages.base import PageSource, status_warnings, time_tile
 from raydpfl.report.pages.run import KINDS
 from raydpfl.report.run_reader import (
     LabelledRun,
     Run,
     arrange,
-    grouped,
+    group_by,
     json_of,
     labels_of,
-    largest_stated,
     read_table,
+    stated_epsilons,
     values_of,
     varying,
 )
 from raydpfl.report.statistics import Resample, SeedValues
 from raydpfl.report.tables import PrintedCell, Row, Table, axes_row, number_cells
 
-ENDED = ("completed", "budget", "stopped")
-OUTCOMES = 6  # panels whose outcome stands at the top
+ENDED_STATUSES = ("completed", "budget", "stopped")
+MAX_OUTCOMES = 6  # panels whose outcome stands at the top
 ResultRow = Mapping[str, Any]  # of results.parquet or tuning.parquet
 
 
@@ -62,20 +62,20 @@ class StudySource(PageSource):
     def page(self) -> Page:
         cases = self.cases
         items = [parse(item, f"show.{place}") for place, item in enumerate(self.show)]
-        shown = [piece for item in items for piece in item.shown(cases)]
-        held = [epsilons(cases), words(cases)] if cases else []
+        result_pieces = [piece for item in items for piece in item.shown(cases)]
+        privacy_pieces = [epsilons(cases), words(cases)] if cases else []
         sections = [
-            PageSection("What it shows and what was chosen", self.shows()),
+            PageSection("What it shows and what was chosen", self.about_pieces()),
             PageSection("Claims", self.claims()),
-            PageSection("Results", shown),
-            PageSection("Privacy", held),
+            PageSection("Results", result_pieces),
+            PageSection("Privacy", privacy_pieces),
             PageSection("Identities", self.identities()),
             PageSection("How values were chosen", self.choices()),
             PageSection("Runs", [self.final_runs()]),
             PageSection("Study", [self.file_text(self.file)]),
         ]
         sections = [
-            replace(section, pieces=[self.dated(piece) for piece in section.pieces])
+            replace(section, pieces=[self.add_provenance(piece) for piece in section.pieces])
             for section in sections
         ]
         title = f"Study {self.about.get('id', self.folder.resolve().name)}"
@@ -87,14 +87,15 @@ class StudySource(PageSource):
         runs = dict.fromkeys(case.run for case in self.cases)
         return [Run(run.folder, f"{name}/{Path(run.name).name}") for run in runs]
 
-    def dated(self, piece: Piece) -> Piece:
+    def add_provenance(self, piece: Piece) -> Piece:
         """A piece that says, where it is a table, what it was computed by."""
-        by = self.summary.get("computed_by")
-        if not by or not isinstance(piece, Table):
+        facts = self.summary.get("computed_by")
+        if not facts or not isinstance(piece, Table):
             return piece
-        at = f" at commit {by['commit']}" if by.get("commit") else ""
-        names = ", ".join(f"{name} {by[name]}" for name in ("torch", "numpy", "ray") if name in by)
-        text = f"Computed by raydpfl {by['raydpfl']}{at}, compiled code {by['compiled']}, {names}."
+        commit = f" at commit {facts['commit']}" if facts.get("commit") else ""
+        names = ", ".join(f"{n} {facts[n]}" for n in ("torch", "numpy", "ray") if n in facts)
+        text = f"Computed by raydpfl {facts['raydpfl']}{commit}, compiled code "
+        text += f"{facts['compiled']}, {names}."
         return replace(piece, caption=f"{piece.caption} {text}")
 
     @cached_property
@@ -103,54 +104,54 @@ class StudySource(PageSource):
         accountings = [*dict.fromkeys(row["accounting"] for row in self.results)]
         runs: dict[str, Run] = {}
         cases = []
-        resampled: dict[tuple[Any, ...], dict[Resample, LabelledRun]] = {}
+        resamples: dict[tuple[Any, ...], dict[Resample, LabelledRun]] = {}
 
         def run_of(row: ResultRow) -> Run:
             place = row["directory"]
             return runs.setdefault(place, Run(self.folder / place, place, self.flaws))
 
         for row in self.resamples:
-            if row["status"] in ENDED:
+            if row["status"] in ENDED_STATUSES:
                 seeds = tuple(map(int, row["tuning_seeds"].split()))
-                resampled.setdefault(place_of(row), {})[seeds] = LabelledRun({}, run_of(row), row)
+                resamples.setdefault(place_of(row), {})[seeds] = LabelledRun({}, run_of(row), row)
         for row in self.results:
-            if row["status"] not in ENDED:
+            if row["status"] not in ENDED_STATUSES:
                 continue
             run = run_of(row)
-            every = [row["accounting"]] if row["accounting"] else [*filter(None, accountings)]
-            for accounting in every or [None]:
+            names = [row["accounting"]] if row["accounting"] else [*filter(None, accountings)]
+            for accounting in names or [None]:
                 labels = labels_in({**row, "accounting": accounting})
-                others = resampled.get(place_of(row), {})
-                cases.append(LabelledRun(labels, run, row, row["seed"], self.folder, others))
+                choices = resamples.get(place_of(row), {})
+                cases.append(LabelledRun(labels, run, row, row["seed"], self.folder, choices))
         return cases
 
     def claims(self) -> list[Piece]:
         """The verdict on each claim, and the arms that are one."""
         rows: list[Row] = []
-        for one in self.summary.get("claims", ()):
-            measured = quantity(one["of"])
-            percent = measured.percent
-            level = one.get("level")
-            numbers = {"difference": one.get("difference"), "from": one.get("low")}
-            numbers |= {"to": one.get("high"), "by": one.get("within") or one["by"] or None}
-            row: Row = {"claim": one["says"], "verdict": one["verdict"]}
-            row |= {"of": measured.words + (", points" if percent else "")}
-            row |= {head: in_points(each, percent) for head, each in numbers.items()}
-            row |= {"level": level and f"{level:.2%}", "seeds": one.get("seeds")}
-            row |= {"cells": one["cells"], "of them hold": one.get("holds")}
-            rows.append(row | {"of them reversed": one.get("reversed")})
+        for claim in self.summary.get("claims", ()):
+            score = quantity(claim["of"])
+            percent = score.percent
+            level = claim.get("level")
+            numbers = {"difference": claim.get("difference"), "from": claim.get("low")}
+            numbers |= {"to": claim.get("high"), "by": claim.get("within") or claim["by"] or None}
+            row: Row = {"claim": claim["says"], "verdict": claim["verdict"]}
+            row |= {"of": score.words + (", points" if percent else "")}
+            row |= {head: points_cell(value, percent) for head, value in numbers.items()}
+            row |= {"level": level and f"{level:.2%}", "seeds": claim.get("seeds")}
+            row |= {"cells": claim["cells"], "of them hold": claim.get("holds")}
+            rows.append(row | {"of them reversed": claim.get("reversed")})
         caption = "The difference that each claim says is above 0 (or above, or within, the number "
         caption += "of `by`), paired by seed and averaged over its cells, and its interval, tuning "
         caption += "included, at a level corrected for the number of claims. From summary.json."
         pieces: list[Piece] = [Table("claims", "Claims", caption, rows)] if rows else []
         equal = []
-        for one in self.summary.get("equal_arms", ()):
-            at = ", ".join(f"{axis} {name}" for axis, name in one["at"].items())
-            arms = f"{listed(one['arms'])} are the same bits in all seeds"
-            equal.append(f"{arms}{f' at {at}' if at else ''}.")
+        for group in self.summary.get("equal_arms", ()):
+            label_text = ", ".join(f"{axis} {name}" for axis, name in group["at"].items())
+            arms = f"{join_names(group['arms'])} are the same bits in all seeds"
+            equal.append(f"{arms}{f' at {label_text}' if label_text else ''}.")
         return [*pieces, Words("Arms that are one", equal)] if equal else pieces
 
-    def shows(self) -> list[Piece]:
+    def about_pieces(self) -> list[Piece]:
         titles = {"shows": "The claim", "lost": "Not stated, and chosen here"}
         return [
             Words(title, [" ".join(str(self.about[key]).split())])
@@ -159,17 +160,17 @@ class StudySource(PageSource):
         ]
 
     def warnings(self) -> list[str]:
-        problems = not_completed("study", self.summary)
+        problems = status_warnings("study", self.summary)
         scale = self.about.get("scale")
         if scale and scale != "paper":
             problems.append(
                 f"This is the scale {scale}, not the paper's own: it shows whether the study runs "
                 "and what its curves look like here, not the paper's numbers."
             )
-        broken = [one for one in self.summary.get("identities", ()) if one["held"] is False]
-        if broken:
-            what = "An identity is" if len(broken) == 1 else f"{len(broken)} identities are"
-            problems.append(f"{what} broken; see Identities.")
+        count = sum(row["held"] is False for row in self.summary.get("identities", ()))
+        if count:
+            subject = "An identity is" if count == 1 else f"{count} identities are"
+            problems.append(f"{subject} broken; see Identities.")
         return problems
 
     def tiles(self) -> list[Tile]:
@@ -180,31 +181,33 @@ class StudySource(PageSource):
             Tile("scale", str(self.about.get("scale", "")), seeds),
             Tile("final runs", number(summary.get("final", {}).get("runs")), cells),
         ]
-        if tried := summary.get("tried", {}).get("runs"):
-            tiles.append(Tile("runs to choose by", number(tried), "on rows held out of training"))
-        if claims := [one["verdict"] for one in summary.get("claims", ())]:
+        if runs := summary.get("tried", {}).get("runs"):
+            tiles.append(Tile("runs to choose by", number(runs), "on rows held out of training"))
+        if claims := [claim["verdict"] for claim in summary.get("claims", ())]:
             counts = {name: claims.count(name) for name in ("reversed", "not resolved", "not run")}
-            others = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-            held_claims = f"{claims.count('holds')} of {len(claims)}"
-            tiles.append(Tile("claims that hold", held_claims, others))
-        if claimed := summary.get("identities", ()):
-            held = sum(claim["held"] is True for claim in claimed)
-            tiles.append(Tile("identities that held", f"{held} of {len(claimed)}", "bit by bit"))
+            other_verdicts = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+            claim_counts = f"{claims.count('holds')} of {len(claims)}"
+            tiles.append(Tile("claims that hold", claim_counts, other_verdicts))
+        if identities := summary.get("identities", ()):
+            count = sum(claim["held"] is True for claim in identities)
+            tiles.append(
+                Tile("identities that held", f"{count} of {len(identities)}", "bit by bit")
+            )
         return [*tiles, *time_tile(summary, "the whole study")]
 
     def identities(self) -> list[Piece]:
         """Arms whose models must be equal."""
         rows: list[Row] = []
-        for one in self.summary.get("identities", ()):
-            held = {True: "held", False: "BROKEN", None: "not compared"}[one["held"]]
+        for identity in self.summary.get("identities", ()):
+            verdict = {True: "held", False: "BROKEN", None: "not compared"}[identity["held"]]
             rows.append(
                 {
-                    "arms of the same bits": listed(one["arms"]),
-                    "at": ", ".join(f"{axis} {label}" for axis, label in one["at"].items()),
-                    "held": PrintedCell(one["held"], held, one["held"] is False),
-                    "compared": one.get("compared"),
-                    "of these one run": one.get("one_run"),
-                    "broken": len(one.get("broken", ())),
+                    "arms of the same bits": join_names(identity["arms"]),
+                    "at": ", ".join(f"{axis} {label}" for axis, label in identity["at"].items()),
+                    "held": PrintedCell(identity["held"], verdict, identity["held"] is False),
+                    "compared": identity.get("compared"),
+                    "of these one run": identity.get("one_run"),
+                    "broken": len(identity.get("broken", ())),
                 }
             )
         caption = "Models that must be equal bit by bit. A pair that is one run says nothing. "
@@ -222,17 +225,17 @@ class StudySource(PageSource):
         sign = {"larger": 1, "smaller": -1}.get(self.about.get("better") or "")
         sign = sign or quantity(judge).better or 1
         facet = tuple(axis for axis in axes_of(rows[0]) if axis != "arm")
-        nowhere = Run(self.folder, "", self.flaws)
+        empty_run = Run(self.folder, "", self.flaws)
         for key in keys_of(rows):
             cases = []
             for row in rows:
                 values = json_of(row["values"])
                 if key in values and row[judge] is not None:
-                    labels = {**labels_in(row), key: in_print(values[key])}
+                    labels = {**labels_in(row), key: format_value(values[key])}
                     numbers = {judge: row[judge], "best": row["chosen"]}
-                    cases.append(LabelledRun(labels, nowhere, numbers))
+                    cases.append(LabelledRun(labels, empty_run, numbers))
             item = Tuned(of=judge, x=key, facet=facet, sign=sign)
-            pieces += item.make(cases) if item.arranged(cases) else []
+            pieces += item.make(cases) if item.arrange_panels(cases) else []
         return [*pieces, chosen_values(rows, judge)]
 
     def final_runs(self) -> Piece:
@@ -241,15 +244,15 @@ class StudySource(PageSource):
             return Missing("Runs", "needs results.parquet")
         names = ["seed", "status", "test_accuracy", "best_test_accuracy", "test_loss"]
         names = [name for name in names if any(row.get(name) is not None for row in rows)]
-        shown: list[Row] = []
+        table_rows: list[Row] = []
         for row in rows:
             values = json_of(row.get("values")).items()
-            printed = ", ".join(f"{key} {in_print(value)}" for key, value in values)
-            cells: Row = {axis: row[axis] for axis in varied(rows)}
+            values_text = ", ".join(f"{key} {format_value(value)}" for key, value in values)
+            cells: Row = {axis: row[axis] for axis in varying_axes(rows)}
             cells |= {quantity(name): row[name] for name in names}
-            shown.append({**cells, "values": printed, "directory": row["directory"]})
+            table_rows.append({**cells, "values": values_text, "directory": row["directory"]})
         caption = "Every final run of every cell. From results.parquet."
-        return Table("runs", "Final runs", caption, shown)
+        return Table("runs", "Final runs", caption, table_rows)
 
 
 def axes_of(row: ResultRow) -> list[str]:
@@ -258,7 +261,7 @@ def axes_of(row: ResultRow) -> list[str]:
     return [*names[: names.index("arm")], "arm", "accounting"]
 
 
-def in_points(value: float | None, percent: bool) -> PrintedCell | None:
+def points_cell(value: float | None, percent: bool) -> PrintedCell | None:
     """A difference in print, that of percentages in points; None for none."""
     if value is None:
         return None
@@ -276,7 +279,7 @@ def labels_in(row: ResultRow) -> dict[str, str]:
     return {axis: row[axis] for axis in axes_of(row) if row[axis] is not None}
 
 
-def varied(rows: Sequence[ResultRow]) -> list[str]:
+def varying_axes(rows: Sequence[ResultRow]) -> list[str]:
     """The axes with several labels, and the arm."""
     axes = axes_of(rows[0])
     return [axis for axis in axes if len({row[axis] for row in rows}) > 1 or axis == "arm"]
@@ -291,45 +294,45 @@ def outcomes(cases: Sequence[LabelledRun], numbers: Sequence[str]) -> list[str]:
     """The arms by their means of the first of these numbers that any run has, in sentences."""
     if not cases:
         return ["No run has come to an end."]
-    named = [name for name in numbers if any(case.number(name) is not None for case in cases)]
-    if not named:
+    names = [name for name in numbers if any(case.number(name) is not None for case in cases)]
+    if not names:
         return ["What came of it stands in the figures."]
-    measured = quantity(named[0])
-    lines = [f"{measured.words.capitalize()} in the last rounds, {REPETITION.removesuffix('.')}"]
-    lines[0] += ", the best first." if measured.better else "."
+    score = quantity(names[0])
+    lines = [f"{score.words.capitalize()} in the last rounds, {REPETITION.removesuffix('.')}"]
+    lines[0] += ", the best first." if score.better else "."
     panels = arrange(cases, "arm")
-    for panel in panels[:OUTCOMES]:
-        spreads = [(arm.label, values_of(arm.cases, named[0]).spread()) for arm in panel.groups]
-        ranked = [pair for pair in spreads if pair[1].count]
-        ranked.sort(key=lambda pair: -measured.better * pair[1].mean)
+    for panel in panels[:MAX_OUTCOMES]:
+        spreads = [(arm.label, values_of(arm.cases, names[0]).spread()) for arm in panel.groups]
+        ranked_arms = [pair for pair in spreads if pair[1].count]
+        ranked_arms.sort(key=lambda pair: -score.better * pair[1].mean)
         arms = ", ".join(
-            f"{arm} {with_std(spread.mean, spread.repetition(), measured.percent)}"
-            for arm, spread in ranked
+            f"{arm} {format_mean(spread.mean, spread.repetition(), score.percent)}"
+            for arm, spread in ranked_arms
         )
         lines.append(f"{panel.title}: {arms}." if panel.title else f"{arms}.")
-    more = len(panels) - OUTCOMES
-    if more > 0:
-        lines.append(f"The tables have {counted(more, 'more panel')}.")
+    extra_panels = len(panels) - MAX_OUTCOMES
+    if extra_panels > 0:
+        lines.append(f"The tables have {counted(extra_panels, 'more panel')}.")
     return lines
 
 
 def epsilons(cases: Sequence[LabelledRun]) -> Piece:
     """What holds in each cell, next to every formula."""
     axes = [*(axis for axis in varying(cases) if axis != "arm"), "arm"]
-    every = [one for case in cases for one in case.run.guarantees]
-    names = dict.fromkeys((one.accountant, one.kind) for one in every)
+    all_guarantees = [g for case in cases for g in case.run.guarantees]
+    names = dict.fromkeys((g.accountant, g.kind) for g in all_guarantees)
     rows: list[Row] = []
-    for labels, inside in grouped(cases, lambda case: case.at(axes)).items():
+    for labels, inside in group_by(cases, lambda case: case.at(axes)).items():
         runs = [case.run for case in inside]
-        held = [run.holds[0] for run in runs] if all(run.holds for run in runs) else []
+        guarantees = [run.holds[0] for run in runs] if all(run.holds for run in runs) else []
         row = axes_row(axes, labels)
-        row["epsilon that holds"] = max((one.epsilon for one in held), default=None)
-        row["delta"] = max((one.delta for one in held), default=None)
-        stated = largest_stated(runs)
+        row["epsilon that holds"] = max((g.epsilon for g in guarantees), default=None)
+        row["delta"] = max((g.delta for g in guarantees), default=None)
+        largest_epsilons = stated_epsilons(runs)
         for name, kind in names:
-            row[f"{accountant(name)} ({KINDS[kind]})"] = stated.get((name, kind))
-        observers = dict.fromkeys(f"one {one.unit}, {one.observer}" for one in held)
-        rows.append({**row, "against": listed([*observers])})
+            row[f"{accountant(name)} ({KINDS[kind]})"] = largest_epsilons.get((name, kind))
+        observers = dict.fromkeys(f"one {g.unit}, {g.observer}" for g in guarantees)
+        rows.append({**row, "against": join_names([*observers])})
     caption = "The largest over the seeds, as each run states it first. Rigorous ones hold, the "
     caption += "smallest of several; a formula is what a paper prints, whether or not its "
     caption += "conditions hold. Empty: not private, or not accounted for. From the summaries."
@@ -350,32 +353,33 @@ def words(cases: Sequence[LabelledRun]) -> Words:
 
 def chosen_values(rows: Sequence[ResultRow], judge: str) -> Table:
     """The values that were chosen, a row for each cell, by the number `judge` of all tries."""
-    axes = varied(rows)
-    measured = quantity(judge)
-    shown: list[Row] = []
-    for labels, tries in grouped(rows, lambda row: tuple(row[axis] or "" for axis in axes)).items():
-        settings = grouped(tries, lambda row: row["values"])
-        every = [json_of(text) for text in settings]
-        chosen = next((row for row in tries if row["chosen"]), {})
-        values = json_of(chosen.get("values"))
+    axes = varying_axes(rows)
+    metric_quantity = quantity(judge)
+    table_rows: list[Row] = []
+    cells = group_by(rows, lambda row: tuple(row[axis] or "" for axis in axes))
+    for labels, tries in cells.items():
+        settings = group_by(tries, lambda row: row["values"])
+        all_values = [json_of(text) for text in settings]
+        chosen_row = next((row for row in tries if row["chosen"]), {})
+        values = json_of(chosen_row.get("values"))
         means = {
             text: SeedValues({row["seed"]: row[judge] for row in runs}).spread()
             for text, runs in settings.items()
         }
         scores = [spread.mean for spread in means.values() if spread.count]
         row = {**axes_row(axes, labels), "settings": len(settings), "runs": len(tries)}
-        row |= {key: in_print(values[key]) if key in values else "" for key in keys_of(rows)}
-        best = means[chosen["values"]].mean if chosen else None
-        numbers = {f"{measured.words}, chosen": best}
+        row |= {key: format_value(values[key]) if key in values else "" for key in keys_of(rows)}
+        best = means[chosen_row["values"]].mean if chosen_row else None
+        numbers = {f"{metric_quantity.words}, chosen": best}
         numbers |= {"least": min(scores, default=None), "largest": max(scores, default=None)}
-        row |= number_cells(numbers, measured.percent)
+        row |= number_cells(numbers, metric_quantity.percent)
         row["epsilon of all tries"] = tries[0].get("all_tries_epsilon")
-        edges = [key for key in values if edge(values[key], [one.get(key) for one in every])]
-        shown.append({**row, "at an edge": listed(edges)})
+        edges = [key for key in values if edge(values[key], [v.get(key) for v in all_values])]
+        table_rows.append({**row, "at an edge": join_names(edges)})
     caption = "The values that were chosen, and the means over the tuning seeds that all settings "
     caption += (
         "of a cell reached, on rows held out of training. At an edge: the value is the least "
     )
     caption += "or the largest that was tried, so that one beyond may be better. Epsilon of all "
     caption += "tries: what they spend together, next to the final runs. From tuning.parquet."
-    return Table("tuning", "Chosen values", caption, shown)
+    return Table("tuning", "Chosen values", caption, table_rows)

@@ -10,18 +10,26 @@ from raydpfl.models.metric_columns import is_score
 from raydpfl.report.figures import Missing, Piece
 from raydpfl.report.figures.base import name_of
 from raydpfl.report.figures.curves import Curves
-from raydpfl.report.figures.final_metric import searched
+from raydpfl.report.figures.final_metric import metric_plots
 from raydpfl.report.html import Page, PageSection, Tile
-from raydpfl.report.labels import as_number, beyond, counted, listed, named, number, quantity
-from raydpfl.report.pages.base import PageSource, not_completed, time_tile
+from raydpfl.report.labels import (
+    counted,
+    edge_warning,
+    float_or_none,
+    join_names,
+    number,
+    qualified_label,
+    quantity,
+)
+from raydpfl.report.pages.base import PageSource, status_warnings, time_tile
 from raydpfl.report.pages.comparison import labels
 from raydpfl.report.pages.run import privacy
-from raydpfl.report.run_reader import LabelledRun, Run, grouped, json_of, read_table
+from raydpfl.report.run_reader import LabelledRun, Run, group_by, json_of, read_table
 from raydpfl.report.statistics import SeedSpread, SeedValues
 from raydpfl.report.tables import PrintedCell, Row, Table, number_cells
 
-CURVES = 6  # settings whose curves are drawn
-WHOLE = ("completed", "budget")  # of a trial that was not stopped for the sake of others
+MAX_CURVES = 6  # settings whose curves are drawn
+COMPLETE_STATUSES = ("completed", "budget")  # of a trial that no scheduler stopped
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +51,10 @@ class RankedSetting:
     def epsilons(self) -> Row:
         """The largest epsilon by each accountant."""
         names = [name for name in self.trials[0] if name.startswith("epsilon_")]
-        stated = {name: [as_number(trial[name]) for trial in self.trials] for name in names}
+        columns = {name: [float_or_none(trial[name]) for trial in self.trials] for name in names}
         return {
-            quantity(name): max((one for one in every if one is not None), default=None)
-            for name, every in stated.items()
+            quantity(name): max((value for value in values if value is not None), default=None)
+            for name, values in columns.items()
         }
 
 
@@ -62,7 +70,7 @@ class SweepSource(PageSource):
         super().__init__(folder)
         self.summary = Run(folder, folder.resolve().name, self.flaws).summary
         self.metric = self.summary.get("metric", "test_accuracy")
-        self.measured = quantity(self.metric)
+        self.quantity = quantity(self.metric)
         self.trials = read_table(folder / "results.parquet", self.flaws).to_pylist()
         self.best = self.summary.get("best") or {}
         names = [*self.trials[0]] if self.trials else []
@@ -70,20 +78,20 @@ class SweepSource(PageSource):
 
     def page(self) -> Page:
         sections = [
-            PageSection("What was tried", [*self.best_for(), *self.searched(), *self.tables()]),
+            PageSection("What was tried", [*self.best_for(), *self.search_plots(), *self.tables()]),
             PageSection("Best settings by round", self.curves()),
             PageSection("Privacy of the best", self.privacy()),
             PageSection("Config", [self.file_text(self.file)]),
         ]
-        edges = beyond(self.best.get("values", {}), self.best.get("edges", {}))
-        warnings = [*not_completed("sweep", self.summary), *([edges] if edges else [])]
+        edges = edge_warning(self.best.get("values", {}), self.best.get("edges", {}))
+        warnings = [*status_warnings("sweep", self.summary), *([edges] if edges else [])]
         lead = [line for line in (self.outcome(), self.summary.get("choice", "")) if line]
         title = f"Sweep {self.folder.resolve().name}"
         return Page(title, lead, self.tiles(), sections, warnings, self.flaws)
 
     def runs(self, name: str) -> list[Run]:
-        whole = [trial["directory"] for trial in self.trials if trial["status"] in WHOLE]
-        return [Run(self.folder / place, f"{name}/{Path(place).name}") for place in whole]
+        paths = [t["directory"] for t in self.trials if t["status"] in COMPLETE_STATUSES]
+        return [Run(self.folder / place, f"{name}/{Path(place).name}") for place in paths]
 
     @cached_property
     def values(self) -> list[dict[str, str]]:
@@ -91,9 +99,9 @@ class SweepSource(PageSource):
         values: list[dict[str, str]] = [{} for _ in self.trials]
         for key in self.keys:
             sections = {trial[key]: json_of(trial[key]) or trial[key] for trial in self.trials}
-            printed = dict(zip(sections, labels([*sections.values()]), strict=True))
+            printed_labels = dict(zip(sections, labels([*sections.values()]), strict=True))
             for value, trial in zip(values, self.trials, strict=True):
-                value[key] = printed[trial[key]]
+                value[key] = printed_labels[trial[key]]
         return values
 
     @cached_property
@@ -101,14 +109,14 @@ class SweepSource(PageSource):
         """By number, the best mean first, and at the end those without a score."""
         settings = {}
         rows = zip(self.trials, self.values, strict=True)
-        for place, inside in grouped(rows, lambda row: row[0]["setting"]).items():
-            trials = [trial for trial, _ in inside]
-            scores = [as_number(trial.get(self.metric)) for trial in trials]
+        for place, setting_rows in group_by(rows, lambda row: row[0]["setting"]).items():
+            trials = [trial for trial, _ in setting_rows]
+            scores = [float_or_none(trial.get(self.metric)) for trial in trials]
             # a run that failed has what it had before
-            whole = all(trial["status"] != "failed" for trial in trials)
-            finite = [score for score in scores if whole and score is not None]
+            is_complete = all(trial["status"] != "failed" for trial in trials)
+            finite = [score for score in scores if is_complete and score is not None]
             best = place == self.best.get("setting")
-            settings[place] = RankedSetting(inside[0][1], trials, finite, best)
+            settings[place] = RankedSetting(setting_rows[0][1], trials, finite, best)
 
         sign = -1 if self.summary.get("better") == "smaller" else 1
 
@@ -132,19 +140,19 @@ class SweepSource(PageSource):
         if not self.best:
             return "No setting is the best."
         values = ", ".join(f"{key} {value}" for key, value in self.best_values.items())
-        score = f"{self.measured.words} {number(self.best['mean'], self.measured.percent)}"
-        over = counted(len(self.best["seeds"]), "seed")
-        return f"The best of the settings is {values}: {score}, the mean over {over}."
+        score = f"{self.quantity.words} {number(self.best['mean'], self.quantity.percent)}"
+        seed_count = counted(len(self.best["seeds"]), "seed")
+        return f"The best of the settings is {values}: {score}, the mean over {seed_count}."
 
     def tiles(self) -> list[Tile]:
         tiles = []
         if self.best:
-            percent = self.measured.percent
+            percent = self.quantity.percent
             note, spread = "one seed", self.best.get("spread")
             if spread is not None:
                 note = f"std {number(spread, percent)} over {len(self.best['seeds'])} seeds"
-            shown = number(self.best["mean"], percent)
-            tiles.append(Tile(f"best {self.measured.words}", shown, note))
+            mean_text = number(self.best["mean"], percent)
+            tiles.append(Tile(f"best {self.quantity.words}", mean_text, note))
             values = self.best_values.items()
             tiles += [Tile(key, value, "of the best setting") for key, value in values]
         counts = self.summary.get("trials", {})
@@ -152,28 +160,28 @@ class SweepSource(PageSource):
         tiles.append(Tile("settings", number(self.summary.get("settings")), f"trials: {states}"))
         return [*tiles, *time_tile(self.summary, "the whole sweep")]
 
-    def searched(self) -> list[Piece]:
+    def search_plots(self) -> list[Piece]:
         """The metric over each searched value."""
         cases = [
-            LabelledRun(one.values, self.run(one.trials[0]), {self.metric: score, "best": one.best})
-            for _, one in sorted(self.settings.items())
-            for score in one.scores
+            LabelledRun(s.values, self.run(s.trials[0]), {self.metric: score, "best": s.best})
+            for _, s in sorted(self.settings.items())
+            for score in s.scores
         ]
-        return searched(cases, self.keys, self.metric)
+        return metric_plots(cases, self.keys, self.metric)
 
     def tables(self) -> list[Piece]:
         """A row for each setting, the best first, and a row for each trial."""
         if not self.trials:
             return [Missing(title, "needs results.parquet") for title in ("Settings", "Trials")]
-        words, percent = self.measured.words, self.measured.percent
+        words, percent = self.quantity.words, self.quantity.percent
         rows: list[Row] = []
-        for one in self.settings.values():
-            mean = as_number(one.spread.mean)
-            cell = PrintedCell(mean, number(mean, percent), one.best)
-            row: Row = {**one.values, f"{words}, mean": cell}
-            row |= number_cells({"std": one.spread.std}, percent)
-            row |= {"seeds": one.spread.count, "best": "best" if one.best else ""}
-            rows.append({**row, **one.epsilons})
+        for setting in self.settings.values():
+            mean = float_or_none(setting.spread.mean)
+            cell = PrintedCell(mean, number(mean, percent), setting.best)
+            row: Row = {**setting.values, f"{words}, mean": cell}
+            row |= number_cells({"std": setting.spread.std}, percent)
+            row |= {"seeds": setting.spread.count, "best": "best" if setting.best else ""}
+            rows.append({**row, **setting.epsilons})
         caption = "Means and sample standard deviations over the seeds, of the last round; of "
         caption += "epsilon the largest. From results.parquet."
         settings = Table("settings", "Settings", caption, rows)
@@ -190,20 +198,20 @@ class SweepSource(PageSource):
         """A table for each searched key: the best setting for each of its values."""
         pieces: list[Piece] = []
         for key, bests in (self.summary.get("best_for") or {}).items():
-            at_edge = any(choice["edges"] for choice in bests)
+            has_edges = any(choice["edges"] for choice in bests)
             rows: list[Row] = []
-            for choice in (one for one in bests if one["setting"] in self.settings):
+            for choice in (c for c in bests if c["setting"] in self.settings):
                 setting = self.settings[choice["setting"]]
-                numbers = {f"{self.measured.words}, mean": choice["mean"], "std": choice["spread"]}
+                numbers = {f"{self.quantity.words}, mean": choice["mean"], "std": choice["spread"]}
                 row: Row = {key: setting.values[key]}
-                row |= number_cells(numbers, self.measured.percent)
+                row |= number_cells(numbers, self.quantity.percent)
                 row |= {"seeds": len(setting.trials)}
-                row |= {other: text for other, text in setting.values.items() if other != key}
-                row |= {"at an edge": listed([*choice["edges"]])} if at_edge else {}
+                row |= {k: text for k, text in setting.values.items() if k != key}
+                row |= {"at an edge": join_names([*choice["edges"]])} if has_edges else {}
                 rows.append({**row, **setting.epsilons})
             caption = f"For each {key}, the setting with the best mean over the seeds and its "
             caption += "sample standard deviation. "
-            if at_edge:
+            if has_edges:
                 caption += "At an edge: the value is the smallest or the largest of its grid, so "
                 caption += "that one beyond may be better. "
             caption += "From summary.json."
@@ -213,8 +221,8 @@ class SweepSource(PageSource):
     def curves(self) -> list[Piece]:
         """The metric by round, of the settings with the best means."""
         cases = []
-        for setting in [one for one in self.settings.values() if one.scores][:CURVES]:
-            label = ", ".join(named(key, text) for key, text in setting.values.items())
+        for setting in [s for s in self.settings.values() if s.scores][:MAX_CURVES]:
+            label = ", ".join(qualified_label(key, text) for key, text in setting.values.items())
             runs = [self.run(trial, label) for trial in setting.trials]
             cases += [LabelledRun({"setting": label}, run) for run in runs]
         item = Curves(of=(self.metric,), colour="setting")
@@ -224,5 +232,5 @@ class SweepSource(PageSource):
 
     def privacy(self) -> list[Piece]:
         """The guarantees of the first run of the best setting."""
-        best = [one.trials[0] for one in self.settings.values() if one.best]
+        best = [s.trials[0] for s in self.settings.values() if s.best]
         return privacy(self.run(best[0])) if best else []

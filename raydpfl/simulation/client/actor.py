@@ -28,20 +28,31 @@ from raydpfl.core.hardware import threads
 from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Work
 from raydpfl.core.prng import Purpose, keyed_globals, stream
 from raydpfl.data import Shards
-from raydpfl.errors import RAISED, ConfigError, DeviceError, contained, in_line
+from raydpfl.errors import (
+    USER_EXCEPTIONS,
+    ConfigError,
+    DeviceError,
+    located_message,
+    wrap_user_errors,
+)
 from raydpfl.experiment import Experiment
 from raydpfl.simulation.client import personalization
 from raydpfl.simulation.client.actor_round import ActorRound, ChunkRound
 from raydpfl.simulation.client.chunk_training import ChunkTraining, ClientProgress, UserCodeWatch
-from raydpfl.simulation.client.contribution import Contribution, InKernel, Scaled, choose
+from raydpfl.simulation.client.contribution import (
+    Contribution,
+    KernelContribution,
+    ScaledContribution,
+    choose,
+)
 from raydpfl.simulation.client.data_cache import GpuRows, Rows
-from raydpfl.simulation.evaluation import Evaluator, Scored
-from raydpfl.simulation.user_code import in_training
+from raydpfl.simulation.evaluation import BatchScores, Evaluator
+from raydpfl.simulation.user_code import trains_user_code
 from raydpfl.training.process_settings import single_thread, tune_allocator
 from raydpfl.training.trainer import Trainer
 
 # numbers of rows that joined chunks may take, and of padding that joining another may cost
-JOINED = 1 << 22
+JOINED_SIZE = 1 << 22
 PADDING = 1 << 17
 
 
@@ -51,7 +62,7 @@ class ClientActor:
 
     In the coordinator's process it is made with the experiment and its shards. An actor's process
     starts before there is an experiment, and calls `make` and `check` later
-    (`raydpfl.runtime.worker.ready`).
+    (`raydpfl.runtime.worker.start_worker`).
     """
 
     def __init__(self, experiment: Experiment | None = None, shards: str = ""):
@@ -86,13 +97,13 @@ class ClientActor:
             seed=experiment.seed,
             device=self.device,
             clip=experiment.bounding.sample_bound,
-            user_defined=in_training(experiment),
+            user_defined=trains_user_code(experiment),
             task=self.form.task,
             precision=client.precision,
         )
         parts = (self.rows, self.trainer, self.personal, self.progress)
         self.training = ChunkTraining(experiment, *parts)
-        kinds = (InKernel, Scaled, Contribution)
+        kinds = (KernelContribution, ScaledContribution, Contribution)
         self._contributions = {kind: kind(self.training) for kind in kinds}
         self._watch = UserCodeWatch(self.training) if self.trainer.user_defined else None
 
@@ -110,53 +121,54 @@ class ClientActor:
         flat = models.trained(self.module)[: self.personal.split.parameters]
         form = self.form
         x = form.inputs(4).view(2, 2, *form.shape)
-        y = form.task.made_up(stream(0, Purpose.DATA), 4, form.outputs)
+        y = form.task.random_targets(stream(0, Purpose.DATA), 4, form.outputs)
         data = (flat, x, y.view(2, 2, *y.shape[1:]), [2, 2])
         corrections = torch.zeros(2, len(flat)) if local.corrects else None
         train = partial(self.trainer.chunk, *data, clients=[0, 1], draws=[0, 0])
         try:
-            with device.blamed(self.device):
+            with device.device_errors(self.device):
                 for _ in train(t=0, corrections=corrections):
                     device.synchronise(self.device)
         except DeviceError:
             raise
-        except RAISED as error:
+        except USER_EXCEPTIONS as error:
             kind = self.experiment.model.kind
             expected = "a module that trains on a GPU, with all its tensors where its input is"
-            raise ConfigError("model.kind", kind, f"{expected} ({in_line(error)})") from None
+            expected += f" ({located_message(error)})"
+            raise ConfigError("model.kind", kind, expected) from None
 
     def train(self, broadcast: Broadcast, work: Work, chunks: Sequence[Chunk]) -> ChunkResult:
         """The exact sum of what clients of these chunks send, and the columns recorded of them."""
-        with contained(f"round {work.t}"):
-            began = time.perf_counter()
+        with wrap_user_errors(f"round {work.t}"):
+            start_time = time.perf_counter()
             self.trainer.seed = work.seed
             self.trainer.noise_seed = work.noise_seed
             actor = self.begin(broadcast, work)
-            joined = list(self.joined(chunks))
-            for chunk in joined[1:]:  # the first is read at once
+            joined_chunks = list(self.join_chunks(chunks))
+            for chunk in joined_chunks[1:]:  # the first is read at once
                 self.shards.prefetch(chunk.members, chunk.rows)
-            with device.blamed(self.device):
-                for chunk in joined:
+            with device.device_errors(self.device):
+                for chunk in joined_chunks:
                     self.add(actor, chunk)
                 if self._watch:
                     self._watch.check(actor)
                 result = actor.result()
             self.shards.release()
-            result.seconds = time.perf_counter() - began
+            result.seconds = time.perf_counter() - start_time
             return result
 
     def begin(self, broadcast: Broadcast, work: Work) -> ActorRound:
         """The accumulator of a round, on the device."""
 
-        def copied(array: np.ndarray) -> torch.Tensor:
+        def copy_to_device(array: np.ndarray) -> torch.Tensor:
             # a copy: Ray's arrays are read-only
             return device.sent(torch.tensor(array), self.device)
 
         states = {
-            member: {name: copied(array) for name, array in state.items()}
+            member: {name: copy_to_device(array) for name, array in state.items()}
             for member, state in broadcast.states.items()
         }
-        model = copied(broadcast.model)
+        model = copy_to_device(broadcast.model)
         # rows of whole vectors, one per thread that adds
         width = -(-model.numel() // native.VECTOR) * native.VECTOR
         count = native.threads() if self.trainer.threads else 1
@@ -171,13 +183,13 @@ class ClientActor:
 
     def add(self, actor: ActorRound, chunk: Chunk) -> None:
         """Trains a chunk, and adds what its clients send and what is recorded of them."""
-        before = self.personal.before(chunk, np.arange(len(chunk.clients)))
-        state = ChunkRound(actor, chunk, before)
+        previous_parameters = self.personal.before(chunk, np.arange(len(chunk.clients)))
+        state = ChunkRound(actor, chunk, previous_parameters)
         self.contribution(state).add_chunk(state)
         self.personal.train(state)
         state.finish(self.experiment.bounding)
 
-    def joined(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
+    def join_chunks(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
         """The chunks by rows; joined, where compiled code trains and padding hardly grows."""
         features = math.prod(self.shards.shape)
         group: list[Chunk] = []
@@ -188,14 +200,14 @@ class ClientActor:
             if group:
                 row = chunk.width * features
                 padding = len(group) * (chunk.rows - group[-1].rows) * row
-                if padding > PADDING or (len(group) + 1) * chunk.rows * row > JOINED:
-                    yield Chunk.joined(group)
+                if padding > PADDING or (len(group) + 1) * chunk.rows * row > JOINED_SIZE:
+                    yield Chunk.concatenate(group)
                     group = []
             group.append(chunk)
         if group:
-            yield Chunk.joined(group)
+            yield Chunk.concatenate(group)
 
-    @contained()
+    @wrap_user_errors()
     def losses(
         self, model: np.ndarray, t: int, clients: Sequence[int], noise_seed: int
     ) -> list[float]:
@@ -205,25 +217,25 @@ class ClientActor:
         selection = self.experiment.selection
         models.load(self.module, device.sent(torch.tensor(model), self.device))
         parts = []
-        with device.blamed(self.device), torch.inference_mode():
+        with device.device_errors(self.device), torch.inference_mode():
             for client in clients:
                 self.progress.set(client)
                 x, y, _ = self.rows.chunk([client], int(self.shards.sizes[client]))
                 # what user-defined code draws from the process's generators is keyed
                 key = {"t": t, "client": client, "step": 3}
-                keyed = self.trainer.user_defined
-                with keyed_globals(self.experiment.seed, **key) if keyed else nullcontext():
+                user_defined = self.trainer.user_defined
+                with keyed_globals(self.experiment.seed, **key) if user_defined else nullcontext():
                     parts.append(self.form.task.loss(self.module(x[0]), y[0]).double())
-            every = torch.cat(parts).cpu().numpy() if parts else np.empty(0)
-        by_client = np.split(every, np.cumsum([len(part) for part in parts])[:-1])
+            row_losses = torch.cat(parts).cpu().numpy() if parts else np.empty(0)
+        by_client = np.split(row_losses, np.cumsum([len(part) for part in parts])[:-1])
         pairs = zip(clients, by_client, strict=False)
         return [selection.answer(losses, noise_seed, t, client) for client, losses in pairs]
 
-    @contained("an evaluation of the model")
+    @wrap_user_errors("an evaluation of the model")
     def evaluate(
-        self, model: np.ndarray, t: int, which: Sequence[int], own: Mapping[int, np.ndarray]
-    ) -> list[Scored]:
+        self, model: np.ndarray, t: int, indices: Sequence[int], states: Mapping[int, np.ndarray]
+    ) -> list[BatchScores]:
         """See `Evaluator.evaluate`."""
         self.progress.set(-1)
-        with device.blamed(self.device):
-            return self.evaluator.evaluate(model, t, which, own)
+        with device.device_errors(self.device):
+            return self.evaluator.evaluate(model, t, indices, states)

@@ -33,7 +33,7 @@ class ActorRound:
     on_error: str  # `client.on_error`
     columns: dict[str, list[np.ndarray]] = field(default_factory=dict)
     client_states: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    dropped: list[tuple[int, str]] = field(default_factory=list)  # (client, why)
+    dropped_clients: list[tuple[int, str]] = field(default_factory=list)  # (client, why)
     failed: set[tuple[int, int]] = field(default_factory=set)  # (client, draw)
     # on a GPU: the largest coordinate of every block, checked once at the end
     largest: list[torch.Tensor] = field(default_factory=list)
@@ -69,8 +69,8 @@ class ActorRound:
 
     def result(self) -> ChunkResult:
         """The sum and the columns, by client; `RunError` beyond the grid's range."""
-        for other in self.totals[1:]:
-            self.totals[0] += other
+        for thread_total in self.totals[1:]:
+            self.totals[0] += thread_total
         if self.largest:
             exact_sum.check_range(float(torch.stack(self.largest).max()), self.work.grid)
         columns = {name: np.concatenate(parts) for name, parts in self.columns.items()}
@@ -79,13 +79,13 @@ class ActorRound:
         if (np.diff(order) != 1).any():
             columns = {name: values[order] for name, values in columns.items()}
             states = {name: vectors[order] for name, vectors in states.items()}
-        dropped = sorted(self.dropped, key=lambda pair: pair[0])
+        drops = sorted(self.dropped_clients, key=lambda pair: pair[0])
         noise = {
             name: np.sum(parts, axis=0) if name == "sum" else np.concatenate(parts)
             for name, parts in self.noise.items()
         }
         total = self.total.cpu().numpy()
-        return ChunkResult(total, columns, states, dropped, noise, peak_rss_mb=peak_rss_mb())
+        return ChunkResult(total, columns, states, drops, noise, peak_rss_mb=peak_rss_mb())
 
 
 class ChunkRound:
@@ -104,20 +104,20 @@ class ChunkRound:
         self.lengths = np.full(len(chunk.clients), math.nan)
         # the share of per-sample gradients that were clipped, see `Trainer.chunk`
         self.clipped = np.full(len(chunk.clients), math.nan)
-        self._before = local_parameters
+        self._previous_parameters = local_parameters
         self.local_parameters = local_parameters.clone()  # after training
         # the noise of all its clients, where a thread draws it
         self.drawn: Future[np.ndarray | None] | None = None
         # of repeated trainings, see `ChunkTraining.repeat`
-        self.repeated: tuple[torch.Tensor, np.ndarray] | None = None
+        self.repeat_sums: tuple[torch.Tensor, np.ndarray] | None = None
 
     def of(self, chunk: Chunk) -> ChunkRound:
         """Another chunk in the same round, whose records are its own."""
-        return ChunkRound(self.actor, chunk, self._before)
+        return ChunkRound(self.actor, chunk, self._previous_parameters)
 
     def part(self, slots: slice) -> ChunkRound:
         """Some of the slots as a chunk. What it says of `clipped` is said here too."""
-        part = ChunkRound(self.actor, self.chunk.part(slots), self._before[slots])
+        part = ChunkRound(self.actor, self.chunk.part(slots), self._previous_parameters[slots])
         part.clipped = self.clipped[slots]
         return part
 
@@ -130,10 +130,10 @@ class ChunkRound:
 
         def client_state() -> torch.Tensor:
             vectors = torch.zeros(len(slots), actor.d)
-            stored = self.chunk.memory.get(member, {})
+            slot_states = self.chunk.memory.get(member, {})
             for place, slot in enumerate(slots.tolist()):
-                if slot in stored:
-                    vectors[place] = torch.tensor(stored[slot])
+                if slot in slot_states:
+                    vectors[place] = torch.tensor(slot_states[slot])
             return device.sent(vectors, actor.model.device)
 
         state = actor.broadcast.get(member, {})
@@ -144,10 +144,10 @@ class ChunkRound:
         client = int(self.chunk.clients[slot])
         if self.actor.on_error == "fail":
             raise ClientError(client, detail)
-        self.actor.dropped.append((client, detail))
+        self.actor.dropped_clients.append((client, detail))
         self.actor.failed.add((client, int(self.chunk.draws[slot])))
 
-    def drop_not_finite(self, slot: int, norm: float) -> None:
+    def drop_nonfinite_client(self, slot: int, norm: float) -> None:
         """Drops a client whose update has this norm, unless its training has already failed."""
         if (int(self.chunk.clients[slot]), int(self.chunk.draws[slot])) not in self.actor.failed:
             advice = "lower local.lr, or look at its data"
@@ -163,22 +163,22 @@ class ChunkRound:
 
     def finish(self, bounding: Bounding) -> None:
         """Passes what is recorded of the clients on to the actor's round."""
-        own = self.local_parameters.shape[1]
-        if own:
-            failed = self.index(np.flatnonzero(np.isnan(self.norms)))
-            self.local_parameters[failed] = self._before[failed]
+        local_count = self.local_parameters.shape[1]
+        if local_count:
+            failed_slots = self.index(np.flatnonzero(np.isnan(self.norms)))
+            self.local_parameters[failed_slots] = self._previous_parameters[failed_slots]
             local = self.local_parameters[self.index(self.slots)]
-            self.actor.add_client_states(LOCAL_PART, local, (len(self.slots), own))
+            self.actor.add_client_states(LOCAL_PART, local, (len(self.slots), local_count))
         # user-defined code gets one client at a time
         for slots in self.slots[:, None] if bounding.is_user_defined else [self.slots]:
-            lost = ~np.isfinite(self.norms[slots])
-            clipped = bounding.clipped(self.factors[slots], self.clipped[slots])
+            failure_mask = ~np.isfinite(self.norms[slots])
+            clipped_shares = bounding.clipped(self.factors[slots], self.clipped[slots])
             columns = {
                 "client": self.chunk.clients[slots],
                 "draw": self.chunk.draws[slots],
                 "norm": self.norms[slots],
                 "factor": self.factors[slots],
-                "clipped": np.where(lost, np.nan, clipped),
+                "clipped": np.where(failure_mask, np.nan, clipped_shares),
                 "train_loss": self.losses[slots],
             }
             if self.chunk.limits is not None:
@@ -186,7 +186,7 @@ class ChunkRound:
             self.actor.add_columns(columns)
 
 
-def check_shape(what: str, values: torch.Tensor | np.ndarray, shape: tuple[int, ...]) -> None:
+def check_shape(subject: str, values: torch.Tensor | np.ndarray, shape: tuple[int, ...]) -> None:
     """Raises `RunError` for what a member gives of some clients in another shape."""
     if tuple(values.shape) != tuple(shape):
-        raise RunError(f"{what} {list(values.shape)}, not {list(shape)}")
+        raise RunError(f"{subject} {list(values.shape)}, not {list(shape)}")

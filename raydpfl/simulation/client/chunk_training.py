@@ -14,9 +14,16 @@ import numpy as np
 import torch
 
 from raydpfl.core import device
-from raydpfl.errors import RAISED, ConfigError, DeviceError, RunError, exited, traceback_text
+from raydpfl.errors import (
+    USER_EXCEPTIONS,
+    ConfigError,
+    DeviceError,
+    RunError,
+    exit_message,
+    traceback_text,
+)
 from raydpfl.experiment import Experiment
-from raydpfl.models.hidden_state import changed, kept
+from raydpfl.models.hidden_state import changed_names, python_state
 from raydpfl.simulation.client.actor_round import ActorRound, ChunkRound
 from raydpfl.simulation.client.data_cache import Rows
 from raydpfl.simulation.client.personalization import LocalParameters
@@ -68,7 +75,7 @@ class ChunkTraining:
         state: ChunkRound,
         members: np.ndarray,
         independent: bool = False,
-        into: Sum | None = None,
+        accumulator: Sum | None = None,
     ) -> Iterator[Block]:
         """The updates of `members` (int64 [C], -1 for all others), in blocks; see `Trainer.chunk`.
         With `independent` they are trained independently of the round.
@@ -78,20 +85,20 @@ class ChunkTraining:
         self.progress.set(members[present[0]] if len(present) else -1)
         model, starts = self.personal.starts(state.actor.model, chunk)
         view = state.view("local", np.arange(len(members)))
-        trained = self.rows.train(
+        full_blocks = self.rows.train(
             *(self.trainer, model, chunk, members, state.work.t),
             stds=chunk.stds,
             corrections=self.personal.corrections(self.local.correction(view)),
             starts=starts,
             clipped=None if independent else state.clipped,
-            into=into,
+            into=accumulator,
         )
         sizes = self.rows.sizes(members)
-        done = 0
-        for whole in trained:
-            block = self.personal.split_block(whole, starts)
-            done += len(block.slots)
-            self.progress.set(members[present[done]] if done < len(present) else -1)
+        count = 0
+        for full_block in full_blocks:
+            block = self.personal.split_block(full_block, starts)
+            count += len(block.slots)
+            self.progress.set(members[present[count]] if count < len(present) else -1)
             for place in np.flatnonzero(sizes[block.slots] == 0).tolist():  # without rows
                 block.updates[place] = self.idle(state, block.slots[place : place + 1])
             device.synchronise(self.device)  # what goes wrong there is raised here
@@ -106,82 +113,82 @@ class ChunkTraining:
         order. If training raises, every client is trained alone to find those that fail: their
         updates are NaN, and the others train again.
         """
-        done = 0
+        next_slot = 0
         try:
-            for block in self._within_memory(state, members):
+            for block in self._train_in_parts(state, members):
                 if self.trainer.user_defined and state.actor.sample is None:
                     state.actor.sample = state, int(block.slots[0]), block.updates[0].clone()
                 yield block
-                done = int(block.slots[-1]) + 1
+                next_slot = int(block.slots[-1]) + 1
             return
         except (DeviceError, ConfigError):  # not a client's: the latter of generated rows
             raise
-        except RAISED as error:
-            device.blame(self.device, error)
+        except USER_EXCEPTIONS as error:
+            device.raise_device_error(self.device, error)
             clear_frames(error.__traceback__)  # which hold the tensors of the chunk
-            raised = error
+            training_error = error
         # not in the clause above, where the chunk would stay in memory
         failures = self._failures(state, members)
         if not failures:
-            raise raised
+            raise training_error
         for slot, detail in failures.items():
             state.drop(slot, detail)
-        others = members.copy()
-        others[list(failures)] = -1
-        blocks = self._within_memory(state, others)
-        trained = (single for block in blocks for single in block.singles())
+        remaining_members = members.copy()
+        remaining_members[list(failures)] = -1
+        blocks = self._train_in_parts(state, remaining_members)
+        singles = (single for block in blocks for single in block.singles())
         for slot in np.flatnonzero(members >= 0).tolist():
             if slot in failures:
                 update = torch.full_like(state.actor.model, math.nan)[None]
                 block = Block(np.array([slot]), update, np.full(1, math.nan))
             else:
-                block = next(trained)
-            if slot >= done:
+                block = next(singles)
+            if slot >= next_slot:
                 yield block
 
     def _failures(self, state: ChunkRound, members: np.ndarray) -> dict[int, str]:
         """Trains these clients of a chunk one by one; the tracebacks of failures, by slot."""
         failures = {}
         for slot in np.flatnonzero(members >= 0).tolist():
-            alone = replace(state.chunk, slot=slot)
+            single = replace(state.chunk, slot=slot)
             try:
-                for _ in self.train(state.of(alone), alone.members, independent=True):
+                for _ in self.train(state.of(single), single.members, independent=True):
                     pass
             except SystemExit as error:
-                failures[slot] = f"its training {exited(error)}"
+                failures[slot] = f"its training {exit_message(error)}"
             except Exception as error:
-                device.blame(self.device, error)
-                where = f"the training of client {members[slot]} in round {state.work.t}"
-                failures[slot] = traceback_text(error, where)
+                device.raise_device_error(self.device, error)
+                context = f"the training of client {members[slot]} in round {state.work.t}"
+                failures[slot] = traceback_text(error, context)
         return failures
 
-    def _within_memory(self, state: ChunkRound, members: np.ndarray) -> Iterator[Block]:
+    def _train_in_parts(self, state: ChunkRound, members: np.ndarray) -> Iterator[Block]:
         """As `train`. Where the device's memory does not hold the chunk, half as many of its
         clients train at once, from the first block on that has not been yielded.
         """
-        done = 0
+        next_slot = 0
         while True:
             count = max(1, min(self._parts, len(members) // 2))
             edges = np.linspace(0, len(members), count + 1).astype(int).tolist()
             try:
                 for start, end in pairwise(edges):
-                    if (members[max(start, done) : end] < 0).all():
+                    if (members[max(start, next_slot) : end] < 0).all():
                         continue
                     part = state if count == 1 else state.part(slice(start, end))
                     for block in self.train(part, members[start:end]):
-                        new = block.slots + start >= done
-                        if new.any():
-                            yield block.part(slice(int(np.argmax(new)), None), start)
-                            done = start + int(block.slots[-1]) + 1
+                        new_mask = block.slots + start >= next_slot
+                        if new_mask.any():
+                            yield block.part(slice(int(np.argmax(new_mask)), None), start)
+                            next_slot = start + int(block.slots[-1]) + 1
                 return
             except RuntimeError as error:
                 # one client alone may have other bits than several
-                least = len(members) < 4 * count
-                if least or self.device.type == "cpu" or not device.exhausted(error):
+                indivisible = len(members) < 4 * count
+                if indivisible or self.device.type == "cpu" or not device.is_out_of_memory(error):
                     raise
                 clear_frames(error.__traceback__)  # which hold the tensors of the chunk
             # not in the clause above, where the chunk would stay in memory
-            device.freed(self.device)
+            device.empty_cache(self.device)
             self._parts = 2 * count
 
     def repeat(self, state: ChunkRound, times: int) -> tuple[torch.Tensor, np.ndarray]:
@@ -194,15 +201,16 @@ class ChunkTraining:
         sums = torch.zeros(count, state.actor.d, dtype=torch.float64, device=self.device)
         squares = np.zeros(count)
         for k in range(1, times + 1):
-            again = state.of(replace(chunk, draws=chunk.draws + (k << 20)))  # that no cohort has
+            draws = chunk.draws + (k << 20)  # that no cohort has
+            repeat_state = state.of(replace(chunk, draws=draws))
             try:
-                for block in self.train(again, chunk.members, independent=True):
+                for block in self.train(repeat_state, chunk.members, independent=True):
                     view = state.view("bounding", block.slots)
-                    sent = self.experiment.bounding.send(block.updates.double(), view)
-                    sums[state.index(block.slots)] += sent
-                    squares[block.slots] += (sent * sent).sum(1).cpu().numpy()
-            except RAISED as error:  # of a client, which is named where the chunk is trained
-                device.blame(self.device, error)
+                    contributions = self.experiment.bounding.send(block.updates.double(), view)
+                    sums[state.index(block.slots)] += contributions
+                    squares[block.slots] += (contributions * contributions).sum(1).cpu().numpy()
+            except USER_EXCEPTIONS as error:  # of a client, named where the chunk is trained
+                device.raise_device_error(self.device, error)
                 squares[:] = np.nan
                 break
         return sums, squares
@@ -220,9 +228,9 @@ class UserCodeWatch:
         self._members = {name: getattr(experiment, name) for name in names}
         module = training.trainer.module
         modules = [] if module is None else [module]
-        self._kept = partial(kept, *modules, experiment.local, experiment.bounding)
+        self._take_snapshot = partial(python_state, *modules, experiment.local, experiment.bounding)
         self._rounds = 0
-        self._state = self._kept()
+        self._state = self._take_snapshot()
 
     def check(self, actor: ActorRound) -> None:
         """Raises `RunError` if user-defined code keeps something from one client to the next."""
@@ -230,28 +238,28 @@ class UserCodeWatch:
         if self._rounds & (self._rounds - 1):
             return
         before = self._state
-        self._state = self._kept()
-        what = ", ".join(changed(before, self._state)[:5])
-        if not what and actor.sample:
-            what = self._difference(*actor.sample)
-        if what:
+        self._state = self._take_snapshot()
+        difference = ", ".join(changed_names(before, self._state)[:5])
+        if not difference and actor.sample:
+            difference = self._difference(*actor.sample)
+        if difference:
             names = " or ".join(
                 f"{name}.kind {member.kind}"
                 for name, member in self._members.items()
                 if member.is_user_defined
             )
             raise RunError(
-                f"{names} keeps something from one client to the next ({what}), so that "
+                f"{names} keeps something from one client to the next ({difference}), so that "
                 "the bits would depend on who trains whom; a model may use its parameters, its "
                 "buffers and its input alone, another member its arguments"
             )
 
     def _difference(self, state: ChunkRound, slot: int, update: torch.Tensor) -> str:
         """What differs when the client at this slot is trained a second time; empty: nothing."""
-        alone = replace(state.chunk, slot=slot)
-        for block in self._training.train(state.of(alone), alone.members, independent=True):
-            repeated = block.updates[0].cpu().numpy()
-            if not np.array_equal(repeated, update.cpu().numpy(), equal_nan=True):
+        single = replace(state.chunk, slot=slot)
+        for block in self._training.train(state.of(single), single.members, independent=True):
+            repeated_update = block.updates[0].cpu().numpy()
+            if not np.array_equal(repeated_update, update.cpu().numpy(), equal_nan=True):
                 client = state.chunk.clients[slot]
                 return f"client {client}, trained again, gives another update"
         return ""

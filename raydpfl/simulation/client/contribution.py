@@ -3,11 +3,11 @@
 There are three implementations of one algorithm, which give the same bits. `choose` says which one
 takes a chunk.
 
-| class          | how                                                           | takes it if |
-| -------------- | ------------------------------------------------------------- | ----------- |
-| `InKernel`     | compiled code adds every update while it is in the cache      | 1 and 2     |
-| `Scaled`       | float32 updates are bounded, with noise, while they are added | 1           |
-| `Contribution` | makes the float64 vectors that clients send; the reference    | always      |
+| class                | how                                                        | takes it if |
+| -------------------- | ---------------------------------------------------------- | ----------- |
+| `KernelContribution` | compiled code adds every update while it is in the cache   | 1 and 2     |
+| `ScaledContribution` | bounds and noises float32 updates while it adds them       | 1           |
+| `Contribution`       | makes the float64 vectors that clients send; the reference | always      |
 
 1. The CPU trains, clients send their updates times a factor, not as integers, and no probe,
    bounding or local rule reads the vectors that they send.
@@ -28,15 +28,15 @@ import torch
 
 from raydpfl.core import device, exact_sum, native
 from raydpfl.core.prng import keyed_globals
-from raydpfl.errors import RAISED, RunError
+from raydpfl.errors import USER_EXCEPTIONS, RunError
 from raydpfl.methods.probes import Sent
 from raydpfl.simulation.client.actor_round import ChunkRound, check_shape
 from raydpfl.simulation.client.chunk_training import ChunkTraining
-from raydpfl.simulation.user_code import in_run
+from raydpfl.simulation.user_code import runs_user_code
 from raydpfl.training.backends.base import Block, Sum
 
 LEAST_NORM = 2.0**-450  # squares of such numbers are far from the least of float64
-PREFETCHED = 1 << 31  # bytes of noise that are drawn before they are needed
+PREFETCH_BYTES = 1 << 31  # bytes of noise that are drawn before they are needed
 
 
 class Contribution:
@@ -47,13 +47,13 @@ class Contribution:
         self.experiment = training.experiment
         self.bounding = self.experiment.bounding
         self.device = training.device
-        self._user_defined = in_run(self.experiment)
+        self._user_defined = runs_user_code(self.experiment)
 
     def add_chunk(self, state: ChunkRound) -> None:
         """Trains the clients of a chunk and adds what they send to the actor's total. On a GPU a
         thread draws the clients' noise meanwhile.
         """
-        small = 8 * state.actor.d * len(state.slots) <= PREFETCHED
+        small = 8 * state.actor.d * len(state.slots) <= PREFETCH_BYTES
         if self.device.type == "cpu" or state.work.client_std == 0 or not small:
             self._add_blocks(state)
             return
@@ -62,12 +62,12 @@ class Contribution:
             self._add_blocks(state)
 
     def _add_blocks(self, state: ChunkRound) -> None:
-        for trained in self.blocks(state):
-            if trained.local is not None:
-                state.local_parameters[state.index(trained.slots)] = trained.local
+        for block in self.blocks(state):
+            if block.local is not None:
+                state.local_parameters[state.index(block.slots)] = block.local
             # what user-defined code computes or draws for a client must not depend on others
-            for block in trained.singles() if self.bounding.is_user_defined else (trained,):
-                self.add(state, block, state.actor.total)
+            for part in block.singles() if self.bounding.is_user_defined else (block,):
+                self.add(state, part, state.actor.total)
 
     def blocks(self, state: ChunkRound) -> Iterator[Block]:
         """The updates of the chunk's clients; an audit has others."""
@@ -81,19 +81,19 @@ class Contribution:
         try:
             vectors = self.vectors(state, block)
         except RuntimeError as error:
-            alone = len(block.slots) == 1
-            if alone or self.device.type == "cpu" or not device.exhausted(error):
+            is_single = len(block.slots) == 1
+            if is_single or self.device.type == "cpu" or not device.is_out_of_memory(error):
                 raise
             clear_frames(error.__traceback__)
         if vectors is None:
-            device.freed(self.device)
+            device.empty_cache(self.device)
             half = len(block.slots) // 2
             self.add(state, block.part(slice(half)), total)
             self.add(state, block.part(slice(half, None)), total)
         elif self.device.type == "cpu":
             exact_sum.add(total.numpy(), vectors.contiguous().numpy(), state.work.grid)
         else:
-            vectors, largest = exact_sum.snapped(vectors, state.work.grid)
+            vectors, largest = exact_sum.snap_to_grid(vectors, state.work.grid)
             total += vectors.sum(0)
             state.actor.largest.append(largest)
 
@@ -103,46 +103,46 @@ class Contribution:
         bounding = self.bounding
         local = self.experiment.local
         view = state.view("bounding", slots)
-        vectors = self.unbounded(state, slots, block.updates)
+        vectors = self.unbounded_vectors(state, slots, block.updates)
         check_shape(f"bounding.kind {bounding.kind} sends", vectors, (len(slots), state.actor.d))
         lengths = self.lengths(vectors)
         norms = self.finite_norms(state, slots, vectors, lengths)
-        factors = self.bounded(state, slots, lengths)
+        factors = self.bounding_factors(state, slots, lengths)
         scale = torch.from_numpy(factors * state.chunk.weights[slots])
-        unbounded = vectors.clone() if bounding.stateful else vectors
+        unbounded_vectors = vectors.clone() if bounding.stateful else vectors
         vectors *= device.sent(scale, self.device)[:, None]
         noise = self._noise_of(state, slots)
         sums = state.work.modular
-        measured = noise if sums is None or noise is None else sums.decode(noise)
-        columns = self._measured(state, block, vectors, measured)
-        residual = bounding.next_state(unbounded, vectors, view)
+        probe_noise = noise if sums is None or noise is None else sums.decode(noise)
+        columns = self._probe_columns(state, block, vectors, probe_noise)
+        residual = bounding.next_state(unbounded_vectors, vectors, view)
         if self._user_defined:
-            self._check_sent(state, slots, vectors)
+            self._check_lengths(state, slots, vectors)
         if sums is not None:
-            who = state.chunk.clients[slots], state.chunk.draws[slots]
-            integers = sums.encode(vectors.cpu().numpy(), *who)
+            client_draws = state.chunk.clients[slots], state.chunk.draws[slots]
+            integers = sums.encode(vectors.cpu().numpy(), *client_draws)
             vectors = device.sent(torch.from_numpy(integers), self.device)
-        exact = vectors.clone() if self.experiment.noise.is_user_defined else vectors
+        exact_vectors = vectors.clone() if self.experiment.noise.is_user_defined else vectors
         if noise is not None:
             vectors += device.sent(torch.from_numpy(noise), self.device)
         local_state = None
         if local.stateful:
-            sent = vectors.clone() if self._user_defined else vectors
+            sent_vectors = vectors.clone() if self._user_defined else vectors
             if sums is not None:
-                decoded = sums.decode(vectors.cpu().numpy())
-                sent = device.sent(torch.from_numpy(decoded), self.device)
-            moved = bounding.invert(sent, view)
-            local_state = local.next_state(moved, state.view("local", slots))
+                decoded_vectors = sums.decode(vectors.cpu().numpy())
+                sent_vectors = device.sent(torch.from_numpy(decoded_vectors), self.device)
+            inverted_updates = bounding.invert(sent_vectors, view)
+            local_state = local.next_state(inverted_updates, state.view("local", slots))
         # at last, as what comes before is repeated where memory is short
         state.record(slots, norms, factors, block.losses)
-        self.monitor_noise(state, slots, noise, exact)
+        self.monitor_noise(state, slots, noise, exact_vectors)
         state.actor.add_columns(columns)
         shape = (len(slots), state.actor.d)
         state.actor.add_client_states("bounding", residual, shape)
         state.actor.add_client_states("local", local_state, shape)
         return vectors
 
-    def unbounded(
+    def unbounded_vectors(
         self, state: ChunkRound, slots: np.ndarray, updates: torch.Tensor
     ) -> torch.Tensor:
         """What clients would send without a bound, float64 [k, d], of their updates, [k, d]."""
@@ -163,23 +163,25 @@ class Contribution:
         norms = lengths.copy()
         for place in np.flatnonzero(~np.isfinite(norms)).tolist():
             slot = slots[place : place + 1]
-            state.drop_not_finite(int(slot[0]), float(norms[place]))
+            state.drop_nonfinite_client(int(slot[0]), float(norms[place]))
             idle = self.training.idle(state, slot)[None]
-            vectors[place] = self.unbounded(state, slot, idle)[0]
+            vectors[place] = self.unbounded_vectors(state, slot, idle)[0]
             lengths[place] = self.lengths(vectors[place : place + 1])[0]
             norms[place] = math.nan
         return norms
 
-    def bounded(self, state: ChunkRound, slots: np.ndarray, norms: np.ndarray) -> np.ndarray:
+    def bounding_factors(
+        self, state: ChunkRound, slots: np.ndarray, norms: np.ndarray
+    ) -> np.ndarray:
         """The factors of vectors of these norms, float64 [k] both. Raises `RunError` where a vector
         times its factor is longer than the bound. A client beyond its limit has the factor 0.
         """
         work = state.work
-        first = int(slots[0])
-        client, draw = int(state.chunk.clients[first]), int(state.chunk.draws[first])
+        first_slot = int(slots[0])
+        client, draw = int(state.chunk.clients[first_slot]), int(state.chunk.draws[first_slot])
         key = {"t": work.t, "client": client, "draw": draw}
-        keyed = self.training.trainer.user_defined
-        with keyed_globals(work.seed, **key, step=2) if keyed else nullcontext():
+        user_defined = self.training.trainer.user_defined
+        with keyed_globals(work.seed, **key, step=2) if user_defined else nullcontext():
             # a copy, as user-defined code may write to it
             factors = self.bounding.factors(torch.from_numpy(norms.copy()), bound_of(state))
         check_shape(f"bounding.kind {self.bounding.kind} gives factors", factors, norms.shape)
@@ -198,9 +200,9 @@ class Contribution:
         if bound is None:
             return
         lengths = factors * norms
-        most = bound * (1 + 1e-12)
-        if not (lengths.min() >= 0 and lengths.max() <= most):
-            place = int(np.argmin((lengths >= 0) & (lengths <= most)))
+        limit = bound * (1 + 1e-12)
+        if not (lengths.min() >= 0 and lengths.max() <= limit):
+            place = int(np.argmin((lengths >= 0) & (lengths <= limit)))
             raise RunError(
                 f"bounding.kind {self.bounding.kind} lets client "
                 f"{state.chunk.clients[slots[place]]} send norm {norms[place]:g} times factor "
@@ -216,28 +218,28 @@ class Contribution:
             return None
         member = self.experiment.noise
         clients = state.chunk.clients[slots]
-        who = clients, state.chunk.draws[slots]
-        drawn = member.on_clients(work.noise_seed, work.t, *who, work.client_std, state.actor.d)
-        if drawn is None:
+        keys = clients, state.chunk.draws[slots]
+        noise = member.on_clients(work.noise_seed, work.t, *keys, work.client_std, state.actor.d)
+        if noise is None:
             raise RunError(
                 f"noise.kind {member.kind} draws no noise of client {clients[0]} in round "
                 f"{work.t}, where N(0, {work.client_std:.6g}^2) was accounted for"
             )
-        check_shape(f"noise.kind {member.kind} draws", drawn, (len(slots), state.actor.d))
-        return np.ascontiguousarray(drawn, np.float64)
+        check_shape(f"noise.kind {member.kind} draws", noise, (len(slots), state.actor.d))
+        return np.ascontiguousarray(noise, np.float64)
 
     def monitor_noise(
-        self, state: ChunkRound, slots: np.ndarray, noise: np.ndarray | None, sent: torch.Tensor
+        self, state: ChunkRound, slots: np.ndarray, noise: np.ndarray | None, vectors: torch.Tensor
     ) -> None:
         """Records statistics of user-defined noise, and of what it hides, for the coordinator."""
         if noise is None or not self.experiment.noise.is_user_defined:
             return
         from raydpfl.simulation.noise_monitor import numbers  # loads scipy
 
-        exact = sent.cpu().numpy().astype(np.float64)
+        hidden_values = vectors.cpu().numpy().astype(np.float64)
         z = self.experiment.noise.scores(noise, state.work.client_std)
         clients = state.chunk.clients[slots]
-        values = {**numbers(z, [exact]), "sum": noise.sum(0), "client": clients}
+        values = {**numbers(z, [hidden_values]), "sum": noise.sum(0), "client": clients}
         for name, array in values.items():
             state.actor.noise.setdefault(name, []).append(array)
 
@@ -248,24 +250,24 @@ class Contribution:
         noise = state.drawn.result()
         return None if noise is None else noise[np.searchsorted(state.slots, slots)]
 
-    def _measured(
+    def _probe_columns(
         self, state: ChunkRound, block: Block, vectors: torch.Tensor, noise: np.ndarray | None
     ) -> dict[str, np.ndarray]:
         """The probes' columns of a block's clients, all float64 [k]."""
 
-        def again(times: int) -> tuple[torch.Tensor, np.ndarray]:
-            if state.repeated is None:  # once for all blocks of the chunk
-                state.repeated = self.training.repeat(state, times)
-            sums, squares = state.repeated
+        def repeat(times: int) -> tuple[torch.Tensor, np.ndarray]:
+            if state.repeat_sums is None:  # once for all blocks of the chunk
+                state.repeat_sums = self.training.repeat(state, times)
+            sums, squares = state.repeat_sums
             return sums[state.index(block.slots)], squares[block.slots]
 
         columns: dict[str, np.ndarray] = {}
         for probe in self.experiment.measure:
             broadcast = state.actor.broadcast.get(f"measure.{probe.kind}", {})
-            columns |= probe.chunk(Sent(block.updates, vectors, noise, broadcast, again))
+            columns |= probe.chunk(Sent(block.updates, vectors, noise, broadcast, repeat))
         return columns
 
-    def _check_sent(self, state: ChunkRound, slots: np.ndarray, vectors: torch.Tensor) -> None:
+    def _check_lengths(self, state: ChunkRound, slots: np.ndarray, vectors: torch.Tensor) -> None:
         """Raises `RunError` where what clients send, weighted and without noise, float64 [k, d], is
         longer than the bound: user-defined code with access to it may have changed it.
         """
@@ -274,9 +276,9 @@ class Contribution:
             return
         lengths = self.lengths(vectors)
         weights = np.abs(state.chunk.weights[slots])
-        within = lengths <= bound * weights * (1 + 1e-9)
-        if not within.all():
-            place = int(np.argmin(within))
+        within_bound = lengths <= bound * weights * (1 + 1e-9)
+        if not within_bound.all():
+            place = int(np.argmin(within_bound))
             raise RunError(
                 f"client {state.chunk.clients[slots[place]]} sends norm "
                 f"{lengths[place] / weights[place]:g} in round {state.work.t}, above "
@@ -284,7 +286,7 @@ class Contribution:
             )
 
 
-class Scaled(Contribution):
+class ScaledContribution(Contribution):
     """Bounds and noises float32 updates while it adds them, without a float64 copy."""
 
     def add(self, state: ChunkRound, block: Block, total: torch.Tensor) -> None:
@@ -292,7 +294,7 @@ class Scaled(Contribution):
         slots = block.slots
         lengths = vector_norms(block.updates) if block.norms is None else block.norms
         norms = self.finite_norms(state, slots, block.updates, lengths)
-        factors = self.bounded(state, slots, lengths)
+        factors = self.bounding_factors(state, slots, lengths)
         state.record(slots, norms, factors, block.losses)
         noise = self.noise(state, slots)
         self.monitor_noise(state, slots, noise, block.updates)
@@ -300,36 +302,36 @@ class Scaled(Contribution):
         exact_sum.add(total.numpy(), block.updates.numpy(), state.work.grid, scale, noise)
 
 
-class InKernel(Scaled):
+class KernelContribution(ScaledContribution):
     """Compiled code bounds, noises and adds every update while it is in the cache."""
 
     def add_chunk(self, state: ChunkRound) -> None:
         chunk = state.chunk
         work = state.work
-        closed = self.bounding.closed(bound_of(state))
-        assert closed is not None  # as `choose` says
-        into = Sum(
-            closed,
+        closed_form = self.bounding.closed_form(bound_of(state))
+        assert closed_form is not None  # as `choose` says
+        accumulator = Sum(
+            closed_form,
             np.ascontiguousarray(chunk.weights, np.float64),
             *(work.client_std, work.noise_seed, work.t, chunk.clients, chunk.draws),
             *(work.grid, state.actor.totals.numpy()),
             factors=np.empty(len(chunk.clients)),
             fits=np.ones(1, bool),
         )
-        blocks = self.training.train(state, chunk.members, into=into)
+        blocks = self.training.train(state, chunk.members, accumulator=accumulator)
         try:
-            first = next(blocks)
-        except RAISED:  # before anything is trained; `Scaled` names the client
+            first_block = next(blocks)
+        except USER_EXCEPTIONS:  # before anything is trained; the base class names the client
             super().add_chunk(state)
             return
-        for block in chain([first], blocks):
+        for block in chain([first_block], blocks):
             assert block.norms is not None
             finite = np.isfinite(block.norms)
             for place in np.flatnonzero(~finite).tolist():
-                state.drop_not_finite(int(block.slots[place]), float(block.norms[place]))
+                state.drop_nonfinite_client(int(block.slots[place]), float(block.norms[place]))
             norms = np.where(finite, block.norms, np.nan)
-            state.record(block.slots, norms, into.factors[block.slots], block.losses)
-        if not into.fits[0]:
+            state.record(block.slots, norms, accumulator.factors[block.slots], block.losses)
+        if not accumulator.fits[0]:
             exact_sum.check_range(math.inf, work.grid)
         norms = np.nan_to_num(state.norms[state.slots])
         self.check_factors(state, state.slots, norms, state.factors[state.slots])
@@ -339,22 +341,22 @@ def choose(state: ChunkRound, training: ChunkTraining) -> type[Contribution]:
     """The fastest implementation that takes this chunk; see the table above."""
     experiment = training.experiment
     bounding = experiment.bounding
-    read = any(probe.looks for probe in experiment.measure)
-    read = read or bounding.stateful or experiment.local.stateful
-    read = read or state.work.modular is not None
-    if training.device.type != "cpu" or read or not bounding.scales:
+    needs_vectors = any(probe.looks for probe in experiment.measure)
+    needs_vectors = needs_vectors or bounding.stateful or experiment.local.stateful
+    needs_vectors = needs_vectors or state.work.modular is not None
+    if training.device.type != "cpu" or needs_vectors or not bounding.scales:
         return Contribution
     clients = state.chunk.clients[state.slots]
-    in_kernel = (
+    fits_kernel = (
         training.trainer.threads
         and not (training.trainer.user_defined or training.personal.count)
         and (state.work.client_std == 0 or not experiment.noise.is_user_defined)
         and len(clients)
         and state.chunk.limits is None
         and training.rows.sizes(clients).all()
-        and bounding.closed(bound_of(state)) is not None
+        and bounding.closed_form(bound_of(state)) is not None
     )
-    return InKernel if in_kernel else Scaled
+    return KernelContribution if fits_kernel else ScaledContribution
 
 
 def bound_of(state: ChunkRound) -> float:

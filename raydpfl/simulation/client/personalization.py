@@ -27,14 +27,14 @@ from raydpfl.methods.local import Local
 from raydpfl.models.shared_and_local import ParameterSplit
 from raydpfl.simulation.client.actor_round import ChunkRound
 from raydpfl.simulation.client.data_cache import Rows
-from raydpfl.simulation.user_code import in_training
-from raydpfl.training.backends import REFERENCE, lacking
+from raydpfl.simulation.user_code import trains_user_code
+from raydpfl.training.backends import REFERENCE, missing_requirement
 from raydpfl.training.backends.base import Block, Starts
 from raydpfl.training.trainer import Trainer
 
 # draws that no cohort has: of personal models, and of fine-tuning before an evaluation
-PERSONAL = 1 << 30
-FINE_TUNED = 1 << 31
+PERSONAL_DRAW = 1 << 30
+FINE_TUNING_DRAW = 1 << 31
 STACKS = ("compiled", "fused")  # the backends of modules that vmap trains too
 
 
@@ -45,7 +45,7 @@ class LocalParameters:
 
     def __init__(self, module: nn.Module):
         self.split = ParameterSplit.of(module)
-        self.initial = self.split.kept(models.trained(module)[None])[0]
+        self.initial = self.split.local_part(models.trained(module)[None])[0]
 
     @property
     def count(self) -> int:
@@ -55,10 +55,10 @@ class LocalParameters:
     def before(self, chunk: Chunk, slots: np.ndarray) -> torch.Tensor:
         """The local parameters at these slots before the round, float32 [k, count]."""
         values = self.initial.expand(len(slots), -1).clone()
-        stored = chunk.memory.get(LOCAL_PART, {})
-        places = [place for place, slot in enumerate(slots.tolist()) if slot in stored]
+        states = chunk.memory.get(LOCAL_PART, {})
+        places = [place for place, slot in enumerate(slots.tolist()) if slot in states]
         if places:
-            rows = torch.from_numpy(np.stack([stored[slot] for slot in slots[places].tolist()]))
+            rows = torch.from_numpy(np.stack([states[slot] for slot in slots[places].tolist()]))
             index = device.index(np.array(places), values.device)
             values[index] = device.sent(rows, values.device).to(values)
         return values
@@ -69,13 +69,13 @@ class LocalParameters:
         """
         if not self.split.own:
             return model, None
-        whole = self.split.whole(model, self.initial[None])[0]
-        before = self.before(chunk, np.arange(len(chunk.clients)))
-        return whole[: self.split.parameters], Starts.at(self.split.whole(model, before))
+        full_model = self.split.whole(model, self.initial[None])[0]
+        local = self.before(chunk, np.arange(len(chunk.clients)))
+        return full_model[: self.split.parameters], Starts.at(self.split.whole(model, local))
 
-    def corrections(self, shared: torch.Tensor | None) -> torch.Tensor | None:
-        """Corrections of all gradients from those of the shared parameters, [k, d]."""
-        return self.split.spread(shared) if self.split.own and shared is not None else shared
+    def corrections(self, vectors: torch.Tensor | None) -> torch.Tensor | None:
+        """Corrections of all gradients from `vectors`, those of the shared parameters, [k, d]."""
+        return self.split.spread(vectors) if self.split.own and vectors is not None else vectors
 
     def split_block(self, block: Block, starts: Starts | None) -> Block:
         """A trained block with its local parameters separate from the update. A client whose local
@@ -83,9 +83,9 @@ class LocalParameters:
         """
         if starts is None:
             return block
-        updates = self.split.shared(block.updates)
+        updates = self.split.shared_part(block.updates)
         final = starts.final[device.index(block.slots, starts.final.device)]
-        local = self.split.kept(final)
+        local = self.split.local_part(final)
         updates.masked_fill_(~local.isfinite().all(1, keepdim=True), math.nan)
         return Block(block.slots, updates, block.losses, local)
 
@@ -108,24 +108,24 @@ class Ditto(LocalParameters):
     def __init__(self, experiment: Experiment, rule: Local, shards: Shards, module: nn.Module):
         super().__init__(module)
         self.initial = models.trained(module)
-        every = ParameterSplit(torch.zeros(len(self.initial), dtype=torch.bool), 0)
-        self.training = PersonalTraining(experiment, rule, shards, module, every)
+        full_split = ParameterSplit(torch.zeros(len(self.initial), dtype=torch.bool), 0)
+        self.training = PersonalTraining(experiment, rule, shards, module, full_split)
 
     def train(self, state: ChunkRound) -> None:
         """As in the base. A model that is not finite is a failure, and the one before stays."""
         work = state.work
         members = np.where(np.isnan(state.norms), -1, state.chunk.members)
-        before = state.local_parameters
-        starts = Starts.at(before, to_model=True)
-        personal = replace(state.chunk, draws=state.chunk.draws + PERSONAL)
+        previous_models = state.local_parameters
+        starts = Starts.at(previous_models, to_model=True)
+        chunk = replace(state.chunk, draws=state.chunk.draws + PERSONAL_DRAW)
         model = state.actor.model
-        trained = self.training.train(model, personal, members, starts, work.t, work.seed)
-        finite = trained[state.index(state.slots)].isfinite().all(1).cpu().numpy()
+        numbers = self.training.train(model, chunk, members, starts, work.t, work.seed)
+        finite = numbers[state.index(state.slots)].isfinite().all(1).cpu().numpy()
         for slot in state.slots[~finite].tolist():
             detail = f"its personal model is not finite in round {work.t}; lower personal.lr"
             state.drop(slot, detail)
-            trained[slot] = before[slot]
-        state.local_parameters = trained
+            numbers[slot] = previous_models[slot]
+        state.local_parameters = numbers
 
     def whole_model(self, model: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         return local
@@ -149,18 +149,18 @@ class PersonalTraining:
         split: ParameterSplit,
     ):
         client = experiment.client
-        there = next(module.parameters()).device
-        self.rows = Rows(shards, shards.form(experiment.data.task), there)
+        torch_device = next(module.parameters()).device
+        self.rows = Rows(shards, shards.form(experiment.data.task), torch_device)
         backends = [client.backend, *(["vmap"] if client.backend in STACKS else [])]
         needs = (rule, None, client.precision, split)
-        able = [backend for backend in backends if not lacking(backend, *needs)]
+        backends = [backend for backend in backends if not missing_requirement(backend, *needs)]
         self.trainer = Trainer(
             module,
             rule,
-            backend=able[0] if able else REFERENCE,
+            backend=backends[0] if backends else REFERENCE,
             seed=experiment.seed,
-            device=there,
-            user_defined=in_training(experiment),
+            device=torch_device,
+            user_defined=trains_user_code(experiment),
             task=experiment.data.task,
             precision=client.precision,
         )
@@ -184,16 +184,16 @@ class PersonalTraining:
         """
         self.trainer.seed = seed
         parts = []
-        for first in range(0, len(chunk.clients), chunk.width):
-            part = slice(first, first + chunk.width)
-            most = self.trainer.local.rows_used(self.rows.sizes(chunk.clients[part])).max()
-            some = replace(chunk.part(part), rows=max(1, int(most)))
-            started = starts and Starts.at(starts.initial[part], starts.to_model)
-            blocks = self.rows.train(self.trainer, model, some, members[part], t, starts=started)
+        for start in range(0, len(chunk.clients), chunk.width):
+            span = slice(start, start + chunk.width)
+            max_rows = self.trainer.local.max_rows(self.rows.sizes(chunk.clients[span])).max()
+            part = replace(chunk.part(span), rows=max(1, int(max_rows)))
+            points = starts and Starts.at(starts.initial[span], starts.to_model)
+            blocks = self.rows.train(self.trainer, model, part, members[span], t, starts=points)
             updates = {slot: update for block in blocks for slot, update, _ in block.clients()}
-            still = torch.zeros_like(model)
-            moved = [model + updates.get(slot, still) for slot in range(len(some.clients))]
-            parts.append(torch.stack(moved) if started is None else started.final)
+            zero = torch.zeros_like(model)
+            rows = [model + updates.get(slot, zero) for slot in range(len(part.clients))]
+            parts.append(torch.stack(rows) if points is None else points.final)
         return torch.cat(parts)
 
 
@@ -209,19 +209,19 @@ class FineTuning:
         self.seed = experiment.seed
 
     def models(
-        self, clients: Sequence[int], model: torch.Tensor, own: Mapping[int, np.ndarray], t: int
+        self, clients: Sequence[int], model: torch.Tensor, states: Mapping[int, np.ndarray], t: int
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Each client and the numbers of its model, float32 [D + b] (`raydpfl.models.trained`),
-        from `model`, float32 [d], after t rounds. `own`: local parameters by client, float32
+        from `model`, float32 [d], after t rounds. `states`: local parameters by client, float32
         [count]; absent: the initial values.
         """
-        for first in range(0, len(clients), self.width):
-            some = np.array(clients[first : first + self.width], np.int64)
-            members = enumerate(some.tolist())
-            states = {slot: own[client] for slot, client in members if client in own}
-            draws = np.full(len(some), FINE_TUNED)
-            chunk = Chunk(some, draws, np.ones(len(some)), 1, memory={LOCAL_PART: states})
+        for offset in range(0, len(clients), self.width):
+            group = np.array(clients[offset : offset + self.width], np.int64)
+            members = enumerate(group.tolist())
+            memory = {slot: states[client] for slot, client in members if client in states}
+            draws = np.full(len(group), FINE_TUNING_DRAW)
+            chunk = Chunk(group, draws, np.ones(len(group)), 1, memory={LOCAL_PART: memory})
             with torch.inference_mode(False):
-                whole, starts = self.local.starts(model, chunk)
-                trained = self.training.train(whole, chunk, some, starts, t, self.seed)
-            yield from zip(some.tolist(), trained, strict=True)
+                full_model, starts = self.local.starts(model, chunk)
+                numbers = self.training.train(full_model, chunk, group, starts, t, self.seed)
+            yield from zip(group.tolist(), numbers, strict=True)

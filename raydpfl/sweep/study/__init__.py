@@ -11,7 +11,7 @@ cells share is trained once. The format of the file: docs/studies.md.
 ...     "panels": {"data.clients": [20, 40]},
 ...     "arms": {"Clip": {"bounding": {"kind": "clip", "bound": 1.0}}, "Free": {}},
 ... })
->>> [cell.named() for cell in study.cells]
+>>> [cell.display_name() for cell in study.cells]
 ['Clip data.clients=20', 'Free data.clients=20', 'Clip data.clients=40', 'Free data.clients=40']
 """
 

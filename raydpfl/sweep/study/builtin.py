@@ -25,7 +25,7 @@ def header(path: Path) -> dict[str, Any]:
 
 
 @cache
-def _named() -> dict[str, Path]:
+def _paths_by_name() -> dict[str, Path]:
     """The files, by id and by the other names that they answer to."""
     files = paths()
     return {n: path for path in files.values() for n in header(path).get("answers", ())} | files
@@ -33,13 +33,13 @@ def _named() -> dict[str, Path]:
 
 def known(name: str) -> bool:
     """Whether a study has this id, or answers to this name."""
-    return name in _named()
+    return name in _paths_by_name()
 
 
 def find(name: str) -> Path:
     """The file of the study that has this id, or answers to this name. Raises `ConfigError`."""
     if known(name):
-        return _named()[name]
+        return _paths_by_name()[name]
     expected = f"the file of a study, or one of {', '.join(paths())} "
     expected += "(raydpfl reproduce --list says what each shows, and what else it answers to)"
     raise ConfigError("study", name, expected)

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from raydpfl.config.overrides import at, copied, is_space
+from raydpfl.config.overrides import at, copy_tree, is_space
 from raydpfl.config.registry import Section, choose
 from raydpfl.config.validation import validate
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import DEFAULTS, SECTIONS, Experiment
 from raydpfl.methods import noise
 from raydpfl.sweep.spaces import Options, parse, points, walk
-from raydpfl.sweep.spaces import put as filled
-from raydpfl.sweep.sweep import inline
+from raydpfl.sweep.spaces import put as fill_spaces
+from raydpfl.sweep.sweep import inline_clients
 from raydpfl.sweep.trials import shown
 
 PLACEHOLDER = 1.0  # of a number that is not known yet
@@ -66,7 +66,7 @@ def label(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def plain(name: str) -> str:
+def strip_mark(name: str) -> str:
     """The name of an axis or a key without the mark of one that may be skipped."""
     return name.removesuffix("?")
 
@@ -76,16 +76,16 @@ def put(tree: Mapping[str, Any], changes: Mapping[str, Any], keep: bool = False)
     skipped where the section's kind, after all other changes, has no such key. `keep`: with another
     kind of a section its keys stay as far as the new kind has them; else they go.
     """
-    changes = copied(dict(changes))
-    firm = {name: value for name, value in changes.items() if plain(name) == name}
+    changes = copy_tree(dict(changes))
+    required_changes = {name: value for name, value in changes.items() if strip_mark(name) == name}
     # no warning of keys that another kind leaves out: the file of a study means it
-    result = SECTIONS.changed(tree, firm.items(), quiet=True)
+    result = SECTIONS.apply_changes(tree, required_changes.items(), quiet=True)
     if keep:
-        firm = {**_kept_keys(tree, result, firm), **firm}
-        result = SECTIONS.changed(tree, firm.items(), quiet=True)
-    soft = {plain(name): value for name, value in changes.items() if name not in firm}
-    taken = {path: value for path, value in soft.items() if SECTIONS.takes(result, path)}
-    return SECTIONS.changed(result, taken.items(), quiet=True)
+        required_changes = {**_kept_keys(tree, result, required_changes), **required_changes}
+        result = SECTIONS.apply_changes(tree, required_changes.items(), quiet=True)
+    optional_changes = {strip_mark(k): v for k, v in changes.items() if k not in required_changes}
+    optional_changes = {k: v for k, v in optional_changes.items() if SECTIONS.has_key(result, k)}
+    return SECTIONS.apply_changes(result, optional_changes.items(), quiet=True)
 
 
 def _kept_keys(
@@ -95,23 +95,26 @@ def _kept_keys(
     keys: dict[str, Any] = {}
     for name in changes:
         section, _, key = name.rpartition(".")
-        before = at(tree, section)
-        if key == "kind" and section and isinstance(before, Mapping):
-            paths = {f"{section}.{key}": before[key] for key in before if key != "kind"}
-            keys |= {path: value for path, value in paths.items() if SECTIONS.takes(result, path)}
+        old_section = at(tree, section)
+        if key == "kind" and section and isinstance(old_section, Mapping):
+            paths = {f"{section}.{key}": old_section[key] for key in old_section if key != "kind"}
+            keys |= {path: value for path, value in paths.items() if SECTIONS.has_key(result, path)}
     return keys
 
 
-def private(tree: Mapping[str, Any]) -> bool:
+def is_private(tree: Mapping[str, Any]) -> bool:
     """Whether the noise of this tree claims any privacy; noise that cannot be made yet does."""
     section = {**DEFAULTS, **tree}["noise"]
     if isinstance(section, Mapping):
         values = open_values(section).items()
-        some = {k: one.options[0] if isinstance(one, Options) else PLACEHOLDER for k, one in values}
-        section = filled(section, some)
+        placeholders = {
+            k: v.options[0] if isinstance(v, Options) else PLACEHOLDER for k, v in values
+        }
+        section = fill_spaces(section, placeholders)
     try:
-        made = choose("noise", section, noise.FAMILY, noise.Noise)
-        return made.placed(per_sample=False, cohort_hidden=False).private()  # wherever it is drawn
+        member = choose("noise", section, noise.FAMILY, noise.Noise)
+        # wherever it is drawn
+        return member.resolve_placement(per_sample=False, cohort_hidden=False).private()
     except ConfigError:
         return True
 
@@ -129,19 +132,19 @@ class StudyCell:
     _experiments: dict[str, Experiment] = field(default_factory=dict)
 
     @cached_property
-    def _open(self) -> dict[str, Options | Reference]:
+    def _open_values(self) -> dict[str, Options | Reference]:
         return open_values(self.tree)
 
     @cached_property
     def _spaces(self) -> dict[str, Options]:
-        spaces = {k: value for k, value in self._open.items() if isinstance(value, Options)}
+        spaces = {k: value for k, value in self._open_values.items() if isinstance(value, Options)}
         return {key: Options(space.options[: self.limit]) for key, space in spaces.items()}
 
     @property
     def grid(self) -> dict[str, Options]:
         """The values to try, by dotted key; empty where there is nothing to choose."""
-        several = any(len(space.options) > 1 for space in self._spaces.values())
-        return self._spaces if several else {}
+        has_choice = any(len(space.options) > 1 for space in self._spaces.values())
+        return self._spaces if has_choice else {}
 
     @property
     def settings(self) -> int:
@@ -151,12 +154,12 @@ class StudyCell:
     @property
     def fixed(self) -> dict[str, Any]:
         """The values of which there is one each, where there is nothing to choose."""
-        return {} if self.grid else {key: one.options[0] for key, one in self._spaces.items()}
+        return {} if self.grid else {key: space.options[0] for key, space in self._spaces.items()}
 
     @property
     def references(self) -> dict[str, Reference]:
         """The numbers that other arms give, by dotted key."""
-        return {k: value for k, value in self._open.items() if isinstance(value, Reference)}
+        return {k: value for k, value in self._open_values.items() if isinstance(value, Reference)}
 
     def experiment(
         self, values: Mapping[str, Any], seed: int, validation: float | None = None
@@ -167,28 +170,28 @@ class StudyCell:
         """
         key = repr((sorted(values.items()), seed, validation))
         if key not in self._experiments:
-            tree = filled(self.tree, values) | {"seed": seed}
+            tree = fill_spaces(self.tree, values) | {"seed": seed}
             if validation is not None:
-                held_out = {"test": False, "validation": validation}
-                tree["evaluate"] = {**tree.get("evaluate", {}), **held_out}
+                evaluate_fields = {"test": False, "validation": validation}
+                tree["evaluate"] = {**tree.get("evaluate", {}), **evaluate_fields}
             try:
                 experiment = Experiment.from_dict(tree, imports=self.imports)
             except ConfigError as error:
-                expected = f"{error.expected} (in {self.named(values)})"
+                expected = f"{error.expected} (in {self.display_name(values)})"
                 raise ConfigError(error.field, error.value, expected) from None
-            self._experiments[key] = inline(experiment)
+            self._experiments[key] = inline_clients(experiment)
         return self._experiments[key]
 
-    def tried(self) -> Iterator[dict[str, Any]]:
+    def setting_values(self) -> Iterator[dict[str, Any]]:
         """Every choice of the values to try, with placeholders for the numbers of other arms."""
         values = {**dict.fromkeys(self.references, PLACEHOLDER), **self.fixed}
         return ({**values, **point} for point in points(self.grid))
 
     def first(self, seed: int) -> Experiment:
         """The experiment with the first of its values to try."""
-        return self.experiment(next(self.tried()), seed)
+        return self.experiment(next(self.setting_values()), seed)
 
-    def named(self, values: Mapping[str, Any] | None = None) -> str:
+    def display_name(self, values: Mapping[str, Any] | None = None) -> str:
         """Its name in print, with these of its values."""
         labels = [f"{axis}={name}" for axis, name in self.place.items() if axis != "arm" and name]
         return " ".join(filter(None, [self.arm, *labels, shown(values or {})]))

@@ -20,7 +20,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.report.labels import quantity
 from raydpfl.report.statistics import SeedValues, total
 from raydpfl.sweep.spaces import Options, points
-from raydpfl.sweep.study.cells import label, plain
+from raydpfl.sweep.study.cells import label, strip_mark
 
 Labels = Mapping[str, str | None]
 LEVEL = 0.05  # the chance that any verdict of a study but `not resolved` is wrong, at most
@@ -40,58 +40,58 @@ class Claim(Section):
     @property
     def terms(self) -> list[tuple[float, Mapping[str, str]]]:
         """The labels of each side, with its sign."""
-        return [(1.0, each) for each in self.larger] + [(-1.0, each) for each in self.smaller]
+        return [(1.0, side) for side in self.larger] + [(-1.0, side) for side in self.smaller]
 
     def cells(self, labels: Mapping[str, Sequence[str]]) -> list[list[tuple[float, Labels]]]:
         """The signed labels of all axes, by label of the axes that no side names. `labels`: those
         of every axis; empty for one that the study does not have.
         """
-        named = {axis for _, each in self.terms for axis in each}
-        free = {
+        named_axes = {axis for _, side in self.terms for axis in side}
+        free_axes = {
             axis: Options(tuple(self.at.get(axis, ())) or tuple(names) or (None,))
             for axis, names in labels.items()
-            if axis not in named
+            if axis not in named_axes
         }
-        fixed = {axis: names[0] for axis, names in self.at.items() if axis in named}
+        fixed_labels = {axis: names[0] for axis, names in self.at.items() if axis in named_axes}
         return [
-            [(sign, {**fixed, **place, **each}) for sign, each in self.terms]
-            for place in points(free)
+            [(sign, {**fixed_labels, **place, **side}) for sign, side in self.terms]
+            for place in points(free_axes)
         ]
 
 
-def claim(where: str, given: Any, labels: Mapping[str, Sequence[str]]) -> Claim:
-    """The claim that an item of `study.claims`, the field `where`, states; `labels`: those of every
-    axis of the study. Raises `ConfigError` for keys, axes and labels that there are not, and for a
-    side that leaves open what the other names.
+def claim(field: str, item: Any, labels: Mapping[str, Sequence[str]]) -> Claim:
+    """The claim that an item of `study.claims`, at the key `field`, states. `labels`: those of
+    every axis of the study. Raises `ConfigError` for unknown keys, axes and labels, and for a side
+    that leaves open what the other names.
     """
-    fields = dict(given) if isinstance(given, Mapping) else {"says": given}
-    for side, default in (("larger", None), ("smaller", [])):
-        every = fields.get(side, default)
-        every = every if isinstance(every, (list, tuple)) else [every]
-        fields[side] = [_labels(f"{where}.{side}", each) for each in every]
-    at = _labels(f"{where}.at", fields.get("at") or {})
+    fields = dict(item) if isinstance(item, Mapping) else {"says": item}
+    for name, default in (("larger", None), ("smaller", [])):
+        items = fields.get(name, default)
+        items = items if isinstance(items, (list, tuple)) else [items]
+        fields[name] = [_labels(f"{field}.{name}", side) for side in items]
+    at_labels = _labels(f"{field}.at", fields.get("at") or {})
     fields["at"] = {
-        axis: names if isinstance(names, list) else [names] for axis, names in at.items()
+        axis: names if isinstance(names, list) else [names] for axis, names in at_labels.items()
     }
-    made = validate(Claim, where, fields)
-    sides = [each for _, each in made.terms]
-    for axis, names in [*made.at.items(), *((a, (n,)) for each in sides for a, n in each.items())]:
+    claim = validate(Claim, field, fields)
+    sides = [side for _, side in claim.terms]
+    for axis, names in [*claim.at.items(), *((a, (n,)) for side in sides for a, n in side.items())]:
         if axis not in labels:
-            raise ConfigError(where, axis, f"one of {', '.join(labels)}")
+            raise ConfigError(field, axis, f"one of {', '.join(labels)}")
         for name in names:
             if name not in labels[axis]:
-                raise ConfigError(f"{where}.{axis}", name, f"one of {', '.join(labels[axis])}")
-    for axis in dict.fromkeys(axis for each in sides for axis in each):
-        if any(axis not in each for each in sides) and len(made.at.get(axis, ())) != 1:
-            raise ConfigError(where, axis, "a label of this axis on either side")
-    return made
+                raise ConfigError(f"{field}.{axis}", name, f"one of {', '.join(labels[axis])}")
+    for axis in dict.fromkeys(axis for side in sides for axis in side):
+        if any(axis not in side for side in sides) and len(claim.at.get(axis, ())) != 1:
+            raise ConfigError(field, axis, "a label of this axis on either side")
+    return claim
 
 
-def _labels(where: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not (value or where.endswith(".at")):
-        raise ConfigError(where, value, "labels by axis")
+def _labels(field: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not (value or field.endswith(".at")):
+        raise ConfigError(field, value, "labels by axis")
     return {
-        plain(str(axis)): [*map(label, name)] if isinstance(name, list) else label(name)
+        strip_mark(str(axis)): [*map(label, name)] if isinstance(name, list) else label(name)
         for axis, name in value.items()
     }
 
@@ -107,20 +107,18 @@ def verdicts(
     sorted labels of a cell (`key`), what gives its `SeedValues` of a number by name.
     """
     differences = [_differences(claim, labels, values) for claim in claims]
-    tested = max(sum(map(bool, differences)), 1)
-    return [
-        _verdict(claim, cells, tested) for claim, cells in zip(claims, differences, strict=True)
-    ]
+    count = max(sum(map(bool, differences)), 1)
+    return [_verdict(claim, cells, count) for claim, cells in zip(claims, differences, strict=True)]
 
 
 def _differences(
     claim: Claim, labels: Mapping[str, Sequence[str]], values: Mapping[Any, Any]
 ) -> list[SeedValues]:
     """The difference in each of the cells that are there with all their numbers."""
-    cells = [[(sign, key(at)) for sign, at in terms] for terms in claim.cells(labels)]
-    there = [terms for terms in cells if all(at in values for _, at in terms)]
-    differences = [total([(sign, values[at](claim.of)) for sign, at in terms]) for terms in there]
-    return [each for each in differences if each.spread().count]
+    cells = [[(sign, key(place)) for sign, place in terms] for terms in claim.cells(labels)]
+    cells = [terms for terms in cells if all(place in values for _, place in terms)]
+    totals = [total([(sign, values[place](claim.of)) for sign, place in terms]) for terms in cells]
+    return [difference for difference in totals if difference.spread().count]
 
 
 def key(place: Labels) -> tuple[tuple[str, Any], ...]:
@@ -128,36 +126,36 @@ def key(place: Labels) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(place.items()))
 
 
-def _verdict(claim: Claim, cells: Sequence[SeedValues], tested: int) -> dict[str, Any]:
+def _verdict(claim: Claim, cells: Sequence[SeedValues], claim_count: int) -> dict[str, Any]:
     facts = {"says": claim.says, "of": claim.of, "by": claim.by, "within": claim.within}
     if not cells:
         return {**facts, "verdict": "not run", "cells": 0}
-    level = 1 - LEVEL / tested
-    mean = total([(1 / len(cells), each) for each in cells])
-    single = [_outcome(claim, each, 1 - LEVEL / tested / len(cells)) for each in cells]
+    level = 1 - LEVEL / claim_count
+    mean = total([(1 / len(cells), cell) for cell in cells])
+    cell_outcomes = [_outcome(claim, cell, 1 - LEVEL / claim_count / len(cells)) for cell in cells]
     outcome = _outcome(claim, mean, level)
-    if {outcome, *single} >= {"holds", "reversed"}:
+    if {outcome, *cell_outcomes} >= {"holds", "reversed"}:
         outcome = "not resolved"
     spread = mean.spread()
-    half = spread.half_width(level)
-    known = not math.isnan(half)
+    half_width = spread.half_width(level)
+    has_interval = not math.isnan(half_width)
     return {
         **facts,
         "verdict": outcome,
         "difference": spread.mean,
-        "low": spread.mean - half if known else None,
-        "high": spread.mean + half if known else None,
+        "low": spread.mean - half_width if has_interval else None,
+        "high": spread.mean + half_width if has_interval else None,
         "level": level,
         "seeds": spread.count,
         "cells": len(cells),
-        **{name: single.count(name) for name in ("holds", "reversed", "not resolved")},
+        **{name: cell_outcomes.count(name) for name in ("holds", "reversed", "not resolved")},
     }
 
 
 def _outcome(claim: Claim, difference: SeedValues, level: float) -> str:
     spread = difference.spread()
-    half = spread.half_width(level)  # NaN, of a single seed, resolves nothing
-    low, high = spread.mean - half, spread.mean + half
+    half_width = spread.half_width(level)  # NaN, of a single seed, resolves nothing
+    low, high = spread.mean - half_width, spread.mean + half_width
     if claim.within is None:
         holds, opposite = low > claim.by, high < claim.by
     else:
@@ -166,7 +164,7 @@ def _outcome(claim: Claim, difference: SeedValues, level: float) -> str:
     return "holds" if holds else "reversed" if opposite else "not resolved"
 
 
-def in_words(verdict: Mapping[str, Any]) -> str:
+def verdict_line(verdict: Mapping[str, Any]) -> str:
     """A verdict of `verdicts` in one line."""
     if not verdict["cells"]:
         return f"{verdict['says']}: not run"
@@ -174,7 +172,7 @@ def in_words(verdict: Mapping[str, Any]) -> str:
     factor, unit = (100, " points") if number.percent else (1, "")
     low, high = (verdict[name] for name in ("low", "high"))
     interval = "" if low is None else f" ({factor * low:+.4g} to {factor * high:+.4g}{unit})"
-    several = verdict["cells"] > 1
-    cells = f", {verdict['holds']} of {verdict['cells']} cells hold" if several else ""
+    has_several_cells = verdict["cells"] > 1
+    cells = f", {verdict['holds']} of {verdict['cells']} cells hold" if has_several_cells else ""
     mean = f"{factor * verdict['difference']:+.4g}{unit}"
     return f"{verdict['says']}: {verdict['verdict']}{cells}; {number.words} {mean}{interval}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raydpfl.errors import ConfigError
-from raydpfl.sweep.study.cells import StudyCell, label, plain
+from raydpfl.sweep.study.cells import StudyCell, label, strip_mark
 
 
 @dataclass(frozen=True)
@@ -28,29 +28,29 @@ def split(claim: Any) -> tuple[list[Any], Mapping[str, Any]]:
 
 
 def identity(
-    where: str,
+    field: str,
     claim: Any,
     cells: Iterable[StudyCell],
     placements: Sequence[Mapping[str, str | None]],
 ) -> Identity:
-    """The identity that an item of `study.same_bits`, the field `where`, claims. Raises
+    """The identity that an item of `study.same_bits`, at the key `field`, claims. Raises
     `ConfigError` for arms that the study does not have, and for labels without two of them. `cells`
     are those of the scale; `placements` the labels of all cells at any scale, `arm` the last.
     """
-    given, at = split(claim)
-    arms = tuple(label(name) for name in given)
-    labels = {plain(axis): label(name) for axis, name in at.items()}
-    known = dict.fromkeys(str(place["arm"]) for place in placements)
-    if len(set(arms)) < 2 or not known.keys() >= set(arms):
-        expected = f"a list of at least two arms ({', '.join(known)}), then a mapping of labels"
-        raise ConfigError(where, given, expected)
-    here = Counter(
+    arm_names, at_labels = split(claim)
+    arms = tuple(label(name) for name in arm_names)
+    labels = {strip_mark(axis): label(name) for axis, name in at_labels.items()}
+    names = dict.fromkeys(str(place["arm"]) for place in placements)
+    if len(set(arms)) < 2 or not names.keys() >= set(arms):
+        expected = f"a list of at least two arms ({', '.join(names)}), then a mapping of labels"
+        raise ConfigError(field, arm_names, expected)
+    arm_counts = Counter(
         tuple(place.values())[:-1]
         for place in placements
         if place["arm"] in arms and labels.items() <= place.items()
     )
-    if max(here.values(), default=0) < 2:
-        raise ConfigError(where, dict(at), "labels at which two of the arms stand")
+    if max(arm_counts.values(), default=0) < 2:
+        raise ConfigError(field, dict(at_labels), "labels at which two of the arms stand")
     groups: dict[tuple[Any, ...], list[StudyCell]] = {}
     for cell in cells:
         if cell.arm in arms and cell.at(labels):
@@ -71,19 +71,19 @@ def compare(
         place = {"labels": dict(cells[0].labels), "accounting": cells[0].accounting}
         for seed in models.get(cells[0], {}):
             runs = {cell.arm: models.get(cell, {}).get(seed) for cell in cells}
-            ended = {arm: run for arm, run in runs.items() if run is not None}
-            if len(ended) == len(cells):
-                one_run += len({folder for folder, _ in ended.values()}) == 1
-                digests = {arm: digest for arm, (_, digest) in ended.items()}
+            finished_runs = {arm: run for arm, run in runs.items() if run is not None}
+            if len(finished_runs) == len(cells):
+                one_run += len({folder for folder, _ in finished_runs.values()}) == 1
+                digests = {arm: digest for arm, (_, digest) in finished_runs.items()}
                 equal = len({*digests.values()}) == 1
-                shown = digests[cells[0].arm] if equal else digests
-                rows[equal].append({"seed": seed, "model_sha256": shown, **place})
-    compared = len(rows[True]) + len(rows[False])
+                model_digests = digests[cells[0].arm] if equal else digests
+                rows[equal].append({"seed": seed, "model_sha256": model_digests, **place})
+    comparison_count = len(rows[True]) + len(rows[False])
     return {
         "arms": list(identity.arms),
         "at": dict(identity.labels),
-        "held": not rows[False] if compared > one_run else None,
-        "compared": compared,
+        "held": not rows[False] if comparison_count > one_run else None,
+        "compared": comparison_count,
         "one_run": one_run,
         "equal": rows[True],
         "broken": rows[False],
@@ -93,16 +93,16 @@ def compare(
 def words(outcome: Mapping[str, Any]) -> str:
     """The outcome of `compare` in one line."""
     arms = ", ".join(outcome["arms"][:-1]) + f" and {outcome['arms'][-1]}"
-    at = "".join(f" {axis}={name}" for axis, name in outcome["at"].items())
-    claim = f"{arms} have the same bits{f' at{at}' if at else ''}"
-    compared, one_run = outcome["compared"], outcome["one_run"]
+    label_text = "".join(f" {axis}={name}" for axis, name in outcome["at"].items())
+    claim = f"{arms} have the same bits{f' at{label_text}' if label_text else ''}"
+    count, one_run = outcome["compared"], outcome["one_run"]
     if outcome["held"] is None:
-        why = "all arms are one run" if compared else "there are no two runs"
-        return f"{claim}: not compared, as {why}"
+        reason = "all arms are one run" if count else "there are no two runs"
+        return f"{claim}: not compared, as {reason}"
     if outcome["held"]:
-        shared = f"; {one_run} are one run" if one_run else ""
-        return f"{claim}: held in {compared - one_run} of {compared}{shared}"
-    first = outcome["broken"][0]
-    digests = ", ".join(f"{arm} {digest[:12]}" for arm, digest in first["model_sha256"].items())
-    where = f"broken in {len(outcome['broken'])} of {compared}, first at seed {first['seed']}"
-    return f"{claim}: {where} ({digests})"
+        one_run_note = f"; {one_run} are one run" if one_run else ""
+        return f"{claim}: held in {count - one_run} of {count}{one_run_note}"
+    row = outcome["broken"][0]
+    digests = ", ".join(f"{arm} {digest[:12]}" for arm, digest in row["model_sha256"].items())
+    breakage = f"broken in {len(outcome['broken'])} of {count}, first at seed {row['seed']}"
+    return f"{claim}: {breakage} ({digests})"

@@ -17,8 +17,8 @@ import pyarrow as pa
 
 from raydpfl.privacy import RIGOROUS
 from raydpfl.report.labels import counted
-from raydpfl.simulation.provenance import COMPILED, commit, versions
-from raydpfl.sweep.results import choice_is_a_query, epsilons, leaves_out, table
+from raydpfl.simulation.provenance import COMPILED_DIGEST, commit, versions
+from raydpfl.sweep.results import choice_warning, epsilons, exclusion_note, table
 from raydpfl.sweep.study.cell_progress import CellProgress
 from raydpfl.sweep.study.cells import StudyCell, label
 from raydpfl.sweep.study.claims import key, verdicts
@@ -27,29 +27,29 @@ from raydpfl.sweep.study.schema import Study
 from raydpfl.sweep.trials import SearchSetting, Trial, numbers, trained
 
 MACHINE = ("seconds", "wall_seconds", "clients_per_second", "peak_rss_mb", "replaced_actors")
-WHOLE = ("rounds", "parameters", "population", "repeated_rounds", "replaced_actors")
-OMITTED = ("seed", "epsilon_quantiles", "peak_rss_mb_by_process", "versions")  # no columns
-FIRST = {"arm": pa.string(), "accounting": pa.string(), "seed": pa.uint64(), "status": pa.string()}
-LAST = {"directory": pa.string(), "reason": pa.string(), "model_sha256": pa.string()}
-SPENT = "all_tries_epsilon"  # that all runs of a cell that values were chosen by spend together
+INTEGER_COLUMNS = ("rounds", "parameters", "population", "repeated_rounds", "replaced_actors")
+OMITTED_KEYS = ("seed", "epsilon_quantiles", "peak_rss_mb_by_process", "versions")  # no columns
+HEAD = {"arm": pa.string(), "accounting": pa.string(), "seed": pa.uint64(), "status": pa.string()}
+TAIL = {"directory": pa.string(), "reason": pa.string(), "model_sha256": pa.string()}
+TUNING_EPSILON = "all_tries_epsilon"  # of all runs together that the values of a cell are chosen by
 STATES = ("completed", "budget", "stopped", "failed", "running", "waiting")
 
 
-def final(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
+def final_table(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
     """A row per final run and cell, in the order of the cells and seeds."""
-    cells = [(cell, cell.final) for cell in progress if cell.final]
+    cells = [(cell, cell.final_setting) for cell in progress if cell.final_setting]
     rows = [_final_row(cell, setting, trial) for cell, setting in cells for trial in setting.trials]
     return _table(study, rows)
 
 
-def resampled(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
+def resample_table(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
     """A row per final run, cell and resample of the tuning seeds, which `tuning_seeds` lists."""
-    first = study.tuning_seeds().start
+    first_seed = study.tuning_seeds().start
     rows = [
         _final_row(cell, setting, trial)
-        | {"tuning_seeds": " ".join(str(first + place) for place in resample)}
+        | {"tuning_seeds": " ".join(str(first_seed + place) for place in resample)}
         for cell in progress
-        for resample, setting in cell.resampled.items()
+        for resample, setting in cell.resample_settings.items()
         for trial in setting.trials
     ]
     return _table(study, rows, {"tuning_seeds": pa.string()})
@@ -57,24 +57,24 @@ def resampled(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
 
 def _final_row(cell: CellProgress, setting: SearchSetting, trial: Trial) -> dict[str, Any]:
     summary = trial.summary or {}
-    facts = numbers({key: summary[key] for key in summary if key not in OMITTED})
+    facts = numbers({key: summary[key] for key in summary if key not in OMITTED_KEYS})
     facts |= epsilons(trial) if summary else {}
     return {**facts, **_row(cell, setting, trial)}
 
 
-def tuning(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
+def tuning_table(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
     """A row per run that was tried and cell, in the order of the cells and their grids."""
     judge = study.about.judge
     rows = []
     for cell in progress:
-        held = cell.spent and cell.spent.epsilon
-        for setting, trial in ((one, trial) for one in cell.tries for trial in one.trials):
+        guarantee = cell.composition and cell.composition.epsilon
+        for setting, trial in ((s, trial) for s in cell.tries for trial in s.trials):
             row = _row(cell, setting, trial) | epsilons(trial)
-            row |= {SPENT: held.epsilon if held else None}
+            row |= {TUNING_EPSILON: guarantee.epsilon if guarantee else None}
             row |= {judge: trial.value(judge), "chosen": setting is cell.chosen}
             rows.append(row | {"seconds": (trial.summary or {}).get("seconds")})
     columns = {judge: pa.float64(), "chosen": pa.bool_(), "seconds": pa.float64()}
-    return _table(study, rows, columns | {SPENT: pa.float64()}, {"judge": judge})
+    return _table(study, rows, columns | {TUNING_EPSILON: pa.float64()}, {"judge": judge})
 
 
 def _row(cell: CellProgress, setting: SearchSetting, trial: Trial) -> dict[str, Any]:
@@ -97,44 +97,44 @@ def _table(
 ) -> pa.Table:
     """The rows with these columns, and those of numbers that runs have, epsilons last."""
     axes = dict.fromkeys(study.axes, pa.string())
-    every = {**axes, **FIRST, "values": pa.string(), **columns, **LAST}
-    names = [*dict.fromkeys(name for row in rows for name in row if name not in every)]
+    schema = {**axes, **HEAD, "values": pa.string(), **columns, **TAIL}
+    names = [*dict.fromkeys(name for row in rows for name in row if name not in schema)]
     for name in sorted(names, key=lambda name: name.startswith("epsilon_")):
-        whole = name in WHOLE or name.endswith("_round")
-        every[name] = pa.int64() if whole else pa.float64()
+        is_integer = name in INTEGER_COLUMNS or name.endswith("_round")
+        schema[name] = pa.int64() if is_integer else pa.float64()
     facts = {"rigorous": RIGOROUS, "machine": MACHINE}
-    listed = {key: json.dumps([name for name in every if name in of]) for key, of in facts.items()}
-    return table(rows, every, {**listed, **metadata})
+    lists = {key: json.dumps([c for c in schema if c in group]) for key, group in facts.items()}
+    return table(rows, schema, {**lists, **metadata})
 
 
 def summary(
-    study: Study, progress: Sequence[CellProgress], folder: Path, over: bool
+    study: Study, progress: Sequence[CellProgress], folder: Path, is_over: bool
 ) -> dict[str, Any]:
     """summary.json: how it ended, how values were chosen, and which identities hold; all but the
     seconds it took.
     """
     # the directory and the digest of the model of every final run, by cell and seed
-    models = {one.cell: {trial.seed: _model(trial) for trial in one.finals} for one in progress}
-    values = {key(one.cell.place): one.values for one in progress}
+    models = {cell.cell: {trial.seed: _model(trial) for trial in cell.finals} for cell in progress}
+    values = {key(cell.cell.place): cell.values for cell in progress}
     identities = [compare(identity, models) for identity in study.same_bits]
-    failed = _failed(progress)
-    reason = _problem(failed, identities) if over else None
+    failures = _failures(progress)
+    reason = _problem(failures, identities) if is_over else None
     runs = trained(folder / "trials")
     return {
-        "status": "running" if not over else "failed" if reason else "completed",
+        "status": "running" if not is_over else "failed" if reason else "completed",
         "reason": reason,
         "study": study.about.id,
         "scale": study.scale,
         "seeds": [*study.final_seeds()],
         "cells": len(progress),
-        "tried": _states(trial for one in progress for trial in one.tried),
-        "final": _states(trial for one in progress for trial in one.finals),
+        "tried": _states(trial for cell in progress for trial in cell.tuning_trials),
+        "final": _states(trial for cell in progress for trial in cell.finals),
         "trained": {"runs": len(runs), "private": sum(runs.values())},
-        "failed": failed,
+        "failed": failures,
         "identities": identities,
         "claims": verdicts(study.claims, study.labels, values),
         "equal_arms": _equal_arms(models),
-        "computed_by": {**versions(), "compiled": COMPILED, "commit": commit()},
+        "computed_by": {**versions(), "compiled": COMPILED_DIGEST, "commit": commit()},
         "tuning": _choice(study, progress, runs),
     }
 
@@ -147,8 +147,8 @@ def _model(trial: Trial) -> tuple[str, str] | None:
 def _equal_arms(models: Mapping[StudyCell, Mapping[int, Any]]) -> list[dict[str, Any]]:
     """The arms of a panel whose models are the same bits in all seeds."""
     groups: dict[tuple[Any, ...], list[StudyCell]] = {}
-    for cell, by_seed in models.items():
-        digests = tuple(model and model[1] for model in by_seed.values())
+    for cell, seed_models in models.items():
+        digests = tuple(model and model[1] for model in seed_models.values())
         if digests and None not in digests:
             place = (*cell.labels.items(), ("accounting", cell.accounting))
             groups.setdefault((place, digests), []).append(cell)
@@ -165,31 +165,32 @@ def _states(trials: Iterable[Trial]) -> dict[str, int]:
     return {"runs": len(states), **{state: states.count(state) for state in STATES}}
 
 
-def _failed(progress: Sequence[CellProgress]) -> list[dict[str, str]]:
+def _failures(progress: Sequence[CellProgress]) -> list[dict[str, str]]:
     """Final runs and cells without a result, and why."""
-    failed: dict[str, dict[str, str]] = {}
-    for one in progress:
-        name = one.cell.named()
-        if one.problem:
-            failed[name] = {"cell": name, "reason": one.problem}
-        for trial in [trial for trial in one.finals if trial.status == "failed"]:
+    failures: dict[str, dict[str, str]] = {}
+    for cell in progress:
+        name = cell.cell.display_name()
+        if cell.problem:
+            failures[name] = {"cell": name, "reason": cell.problem}
+        for trial in [trial for trial in cell.finals if trial.status == "failed"]:
             place = f"trials/{trial.folder.name}"
-            failed[place] = {"directory": place, "cell": trial.named(), "reason": trial.failure()}
-    return list(failed.values())
+            name = trial.display_name()
+            failures[place] = {"directory": place, "cell": name, "reason": trial.failure()}
+    return list(failures.values())
 
 
 def _problem(
-    failed: Sequence[Mapping[str, str]], identities: Sequence[Mapping[str, Any]]
+    failures: Sequence[Mapping[str, str]], identities: Sequence[Mapping[str, Any]]
 ) -> str | None:
     """Why a study that is over has not succeeded, in one line."""
     problems = []
-    if failed:
-        more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
-        first = f"{failed[0]['cell']}: {failed[0]['reason']}"
-        problems.append(f"without a result: {first}{more}; go on with --resume")
-    broken = [words(identity) for identity in identities if identity["held"] is False]
-    if broken:
-        problems.append("an identity is broken: " + "; ".join(broken))
+    if failures:
+        rest_note = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
+        first_failure = f"{failures[0]['cell']}: {failures[0]['reason']}"
+        problems.append(f"without a result: {first_failure}{rest_note}; go on with --resume")
+    broken_identities = [words(identity) for identity in identities if identity["held"] is False]
+    if broken_identities:
+        problems.append("an identity is broken: " + "; ".join(broken_identities))
     return "; ".join(problems) or None
 
 
@@ -200,14 +201,14 @@ def _choice(
     every run of the directory, by name, and whether it was private.
     """
     counts: dict[str, list[int]] = {}
-    for one in progress:
-        counts.setdefault(one.cell.arm, []).append(len(one.tries) or one.cell.settings)
+    for cell in progress:
+        counts.setdefault(cell.cell.arm, []).append(len(cell.tries) or cell.cell.settings)
     ranges = {arm: [min(numbers), max(numbers)] for arm, numbers in counts.items()}
     # private runs, of which the study no longer has some: of former values, arms and seeds
-    tried = {trial.folder.name: trial for one in progress for trial in one.tried}
-    final = {trial.folder.name for one in progress for trial in one.finals}
-    former = sum(private for name, private in runs.items() if name not in {*tried, *final})
-    private = former + sum(trial.experiment.private for trial in tried.values())
+    tuning_trials = {trial.folder.name: trial for cell in progress for trial in cell.tuning_trials}
+    names = {*tuning_trials, *(trial.folder.name for cell in progress for trial in cell.finals)}
+    former_count = sum(private for name, private in runs.items() if name not in names)
+    private_count = former_count + sum(trial.experiment.private for trial in tuning_trials.values())
     return {
         "judge": study.about.judge,
         "validation": study.about.validation,
@@ -215,41 +216,46 @@ def _choice(
         "at": {axis: label(name) for axis, name in study.about.chosen_at.items()},
         "settings": ranges,
         "equal": len({*map(tuple, ranges.values())}) == 1,
-        "statement": _statement(study, ranges, private, former) + _spent(study, progress),
+        "statement": _statement(study, ranges, private_count, former_count)
+        + _cost(study, progress),
     }
 
 
-def _spent(study: Study, progress: Sequence[CellProgress]) -> str:
+def _cost(study: Study, progress: Sequence[CellProgress]) -> str:
     """What tuning has cost, as a further sentence; empty where it has cost no privacy."""
-    spent = [(one.cell.named(), one.spent) for one in progress if one.spent]
-    held = {name: one.epsilon.epsilon for name, one in spent if one.epsilon}
+    pairs = [(cell.cell.display_name(), cell.composition) for cell in progress if cell.composition]
+    bounds = {
+        name: composition.epsilon.epsilon for name, composition in pairs if composition.epsilon
+    }
     text = ""
-    if held:
-        most = max(held, key=held.__getitem__)
-        words = f"all runs tried in {most} together (no other cell spends more)"
-        text += f" {dict(spent)[most].words(words)} It is spent next to that of the final runs."
-        tried = next(one.tries[0].experiment for one in progress if one.tries)
-        text += leaves_out(study.about.judge, tried)
-    without = [(name, one) for name, one in spent if name not in held]
-    if without:
-        name, one = without[0]
-        more = f", and of {len(without) - 1} more" if len(without) > 1 else ""
-        text += f" {one.words(f'the runs tried in {name}{more}')}"
+    if bounds:
+        name = max(bounds, key=bounds.__getitem__)
+        subject = f"all runs tried in {name} together (no other cell spends more)"
+        text += f" {dict(pairs)[name].words(subject)} It is spent next to that of the final runs."
+        experiment = next(cell.tries[0].experiment for cell in progress if cell.tries)
+        text += exclusion_note(study.about.judge, experiment)
+    unbounded_cells = [(name, composition) for name, composition in pairs if name not in bounds]
+    if unbounded_cells:
+        name, composition = unbounded_cells[0]
+        rest_note = f", and of {len(unbounded_cells) - 1} more" if len(unbounded_cells) > 1 else ""
+        text += f" {composition.words(f'the runs tried in {name}{rest_note}')}"
     return text
 
 
-def _statement(study: Study, ranges: Mapping[str, Sequence[int]], private: int, former: int) -> str:
-    if not any(most for _, most in ranges.values()):
+def _statement(
+    study: Study, ranges: Mapping[str, Sequence[int]], private_count: int, former_count: int
+) -> str:
+    if not any(high for _, high in ranges.values()):
         return "No value was chosen by looking at results."
     about = study.about
     numbers = ", ".join(
-        f"{arm} {least}" if least == most else f"{arm} {least} to {most}"
-        for arm, (least, most) in ranges.items()
+        f"{arm} {low}" if low == high else f"{arm} {low} to {high}"
+        for arm, (low, high) in ranges.items()
     )
-    where = "".join(f" at {axis}={label(name)}" for axis, name in about.chosen_at.items())
+    choice_labels = "".join(f" at {axis}={label(name)}" for axis, name in about.chosen_at.items())
     runs = counted(len(study.tuning_seeds()), "run")
-    by = f"the mean {about.judge.replace('_', ' ')} of {runs} per setting"
-    text = f"Values were chosen in each cell{where} by {by}"
+    criterion = f"the mean {about.judge.replace('_', ' ')} of {runs} per setting"
+    text = f"Values were chosen in each cell{choice_labels} by {criterion}"
     if about.validation:
         text += f", on {about.validation:.0%} of every client's rows, held out of training"
     text += f"; the test set was not looked at. Settings tried in a cell, by arm: {numbers}."
@@ -257,5 +263,5 @@ def _statement(study: Study, ranges: Mapping[str, Sequence[int]], private: int, 
         text += " Where an arm chose an end of a grid, the grids of all arms of its panel grew "
         text += f"there, by {counted(study.grow, 'value')} at most."
     text += " The final runs have other seeds, and all rows."
-    note = f", {former:,} of which are of former settings or arms," if former else ""
-    return text + choice_is_a_query(private, note)
+    note = f", {former_count:,} of which are of former settings or arms," if former_count else ""
+    return text + choice_warning(private_count, note)

@@ -59,10 +59,10 @@ class StudyRunner(SearchRunner):
         """
         self._root = resources.root
         seed = self.study.final_seeds().start
-        firsts = [cell.first(seed) for cell in self.study.cells]
-        for experiment in {experiment.client: experiment for experiment in firsts}.values():
+        experiments = [cell.first(seed) for cell in self.study.cells]
+        for experiment in {e.client: e for e in experiments}.values():
             resources.check(experiment)
-        kinds = {(of.data.kind, of.data.clients): of for of in reversed(firsts)}
+        kinds = {(e.data.kind, e.data.clients): e for e in reversed(experiments)}
         for experiment in reversed(kinds.values()):
             data.prepare(experiment.data, experiment.seed, resources.root)
 
@@ -74,20 +74,20 @@ class StudyRunner(SearchRunner):
         return not all(cell.complete for cell in cells)
 
     def copy_inputs(self) -> None:
-        for name, path in self.study.published().items():
+        for name, path in self.study.published_tables().items():
             place = self.folder / "published" / name
             if path != place:
                 make_folder(place.parent)
                 shutil.copyfile(path, place)
 
-    def gather(self, over: bool, **facts: Any) -> StudyResult:
+    def gather(self, is_over: bool, **facts: Any) -> StudyResult:
         self.advance()
         progress = [*self.progress.values()]
-        for cell in progress if over else ():
-            tried = [(trial.folder, trial.experiment) for trial in cell.tried]
-            cell.spent = together(tried, self._root)
-        summary = results.summary(self.study, progress, self.folder, over) | facts
-        makers = (results.final, results.resampled, results.tuning)
+        for cell in progress if is_over else ():
+            tuning_runs = [(trial.folder, trial.experiment) for trial in cell.tuning_trials]
+            cell.composition = together(tuning_runs, self._root)
+        summary = results.summary(self.study, progress, self.folder, is_over) | facts
+        makers = (results.final_table, results.resample_table, results.tuning_table)
         tables = [make(self.study, progress) for make in makers]
         return StudyResult(self.folder, summary, summary["reason"], self.study, *tables)
 
@@ -98,9 +98,9 @@ class StudyRunner(SearchRunner):
             report.write([self.folder])
             return result
         except (ConfigError, FileError, OSError) as error:
-            why = str(error) if isinstance(error, ConfigError) else describe(error)
-            written = "write it with raydpfl report"
-            return result.failed(f"the report could not be written ({why}); {written}")
+            reason = str(error) if isinstance(error, ConfigError) else describe(error)
+            hint = "write it with raydpfl report"
+            return result.failed(f"the report could not be written ({reason}); {hint}")
 
 
 def reproduce(
@@ -122,7 +122,7 @@ def reproduce(
         resume: continues what is there; of a study that has changed, what is new in it is run.
         data_root, address, on_change: see `raydpfl.sweep.run`, as for what is raised.
     """
-    with signals.handled(), ExitStack() as stack:
+    with signals.handle_signals(), ExitStack() as stack:
         folders = [stack.enter_context(storage.at(place)) for place in _places(studies, out)]
         runners = [
             StudyRunner(study, folder, on_change)
@@ -138,4 +138,4 @@ def _places(studies: Sequence[Study], out: str | Path | None) -> list[str | Path
     if len(set(ids)) < len(ids) or not ids:
         raise ConfigError("study", ids, "studies with ids that differ")
     folder = out if out is not None else storage.new("studies")
-    return [storage.within(folder, *name.split("/")) for name in ids]
+    return [storage.join_address(folder, *name.split("/")) for name in ids]

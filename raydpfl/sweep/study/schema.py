@@ -12,17 +12,17 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
-from raydpfl.config.registry import Section, importing
+from raydpfl.config.registry import Section, allow_imports
 from raydpfl.config.validation import validate
 from raydpfl.config.yaml import dump, read
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
-from raydpfl.models.metric_columns import VALIDATION, set_of, sign
+from raydpfl.models.metric_columns import VALIDATION, score_set, sign
 from raydpfl.report.figures import parse
-from raydpfl.sweep.search_runner import Difference, stored
+from raydpfl.sweep.search_runner import Difference, read_config_tree
 from raydpfl.sweep.spaces import Options, points
 from raydpfl.sweep.study import builtin
-from raydpfl.sweep.study.cells import StudyCell, label, plain, private, put
+from raydpfl.sweep.study.cells import StudyCell, is_private, label, put, strip_mark
 from raydpfl.sweep.study.claims import Claim, claim
 from raydpfl.sweep.study.identities import Identity, identity, split
 from raydpfl.sweep.trials import name_of
@@ -35,7 +35,7 @@ RESERVED = frozenset(
     ("arm", "accounting", "seed", "status", "values", "chosen", "seconds", "directory", "reason")
 ) | {"model_sha256", "tuning_seeds"}
 Tree = Mapping[str, Any]
-Only = Mapping[str, tuple[str, ...]]  # the labels of axes that are meant
+LabelLimits = Mapping[str, tuple[str, ...]]  # the labels of axes that are meant
 
 
 class About(Section):
@@ -124,8 +124,8 @@ class Study:
         if only:
             scales = tree["scales"] = tree.get("scales") or {}
             changes = scales[scale] = scales.get(scale) or {}
-            chosen = {axis: [*names] for axis, names in only.items()}
-            changes["only"] = (changes.get("only") or {}) | chosen
+            only_labels = {axis: [*names] for axis, names in only.items()}
+            changes["only"] = (changes.get("only") or {}) | only_labels
         if seeds is None:
             seeds = _scales(tree).get(scale, Scale()).seeds or about.seeds
         if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
@@ -143,25 +143,25 @@ class Study:
         """
         path = Path(name)
         if path.is_dir() and (path / "study.yaml").exists():
-            return cls.stored(path, scale, seeds, **options)
+            return cls.from_directory(path, scale, seeds, **options)
         path = path if path.is_file() else builtin.find(str(name))
         place = path.absolute().parent
         return cls.from_dict(read(path, "study"), scale, seeds, place, **options)
 
     @classmethod
-    def stored(
+    def from_directory(
         cls, folder: Path, scale: str | None = None, seeds: int | None = None, **options: Any
     ) -> Study:
         """As `named`, of a directory. Raises `ConfigError` unless its study.yaml is whole."""
-        return cls.from_dict(stored(folder, "study"), scale, seeds, folder, **options)
+        return cls.from_dict(read_config_tree(folder, "study"), scale, seeds, folder, **options)
 
     def to_yaml(self) -> str:
         """The file with its scale and seeds, of which `...`, its last line, marks the end."""
         tree = copy.deepcopy(dict(self.given))
         tree["study"] |= {"seeds": self.seeds, "scale": self.scale}
-        of_scale = (tree.get("scales") or {}).get(self.scale)
-        if of_scale:
-            of_scale.pop("seeds", None)
+        scale_section = (tree.get("scales") or {}).get(self.scale)
+        if scale_section:
+            scale_section.pop("seeds", None)
         return dump(tree) + "...\n"
 
     def differs(self, other: Study) -> Difference:
@@ -175,15 +175,15 @@ class Study:
         """What each label changes, by axis (with its `?`) and label."""
         panels = {}
         for axis, labels in _mapping("panels", self.given.get("panels")).items():
-            where = f"panels.{axis}"
+            field = f"panels.{axis}"
             if isinstance(labels, list):
                 labels = {label(text): text for text in labels}
             if not labels:
-                raise ConfigError(where, labels, "at least one label")
-            if plain(axis) in RESERVED | {self.about.judge} or axis.startswith("epsilon_"):
+                raise ConfigError(field, labels, "at least one label")
+            if strip_mark(axis) in RESERVED | {self.about.judge} or axis.startswith("epsilon_"):
                 expected = "another name; tables have a column of this one"
-                raise ConfigError(where, [*labels], expected)
-            panels[axis] = _mapping(where, labels)
+                raise ConfigError(field, [*labels], expected)
+            panels[axis] = _mapping(field, labels)
         return panels
 
     @cached_property
@@ -191,15 +191,15 @@ class Study:
         fields = _mapping("arms", self.given.get("arms"))
         if not fields:
             raise ConfigError("arms", self.given.get("arms"), "at least one arm, by its name")
-        return {name: _changes(Arm, f"arms.{name}", each) for name, each in fields.items()}
+        return {name: _changes(Arm, f"arms.{name}", value) for name, value in fields.items()}
 
     @cached_property
     def accounting(self) -> dict[str, Tree | None]:
         """By label: what it means, if for all arms."""
-        given = self.about.accounting
-        if isinstance(given, list):
-            return dict.fromkeys(label(item) for item in given)
-        return {**_mappings("study.accounting", given)}
+        section = self.about.accounting
+        if isinstance(section, list):
+            return dict.fromkeys(label(item) for item in section)
+        return {**_mappings("study.accounting", section)}
 
     @property
     def show(self) -> Sequence[Tree]:
@@ -215,48 +215,48 @@ class Study:
         return self.about.grow if self._scale.grow is None else self._scale.grow
 
     def tuning_seeds(self) -> range:
-        first = int(self.given.get("seed", 0))
-        return range(first, first + (self._scale.tuning_seeds or self.about.tuning_seeds))
+        first_seed = int(self.given.get("seed", 0))
+        return range(first_seed, first_seed + (self._scale.tuning_seeds or self.about.tuning_seeds))
 
     def final_seeds(self) -> range:
-        first = self.tuning_seeds().stop
-        return range(first, first + self.seeds)
+        first_seed = self.tuning_seeds().stop
+        return range(first_seed, first_seed + self.seeds)
 
     @property
     def axes(self) -> list[str]:
         """Of the panels."""
-        return [plain(axis) for axis in self.panels]
+        return [strip_mark(axis) for axis in self.panels]
 
     @cached_property
     def labels(self) -> dict[str, list[str]]:
         """The labels of every axis, whatever the scale."""
-        panels = {plain(axis): [*labels] for axis, labels in self.panels.items()}
+        panels = {strip_mark(axis): [*labels] for axis, labels in self.panels.items()}
         return panels | {"arm": [*self.arms], "accounting": [*self.accounting]}
 
     @cached_property
     def cells(self) -> list[StudyCell]:
         """Panels in the order of the file, in each the accountings, in each of these the arms."""
-        with importing(self.imports):
+        with allow_imports(self.imports):
             return [self._cell(place) for place in self._placements(self._scale.only)]
 
     @cached_property
     def same_bits(self) -> list[Identity]:
         placements = [*self._placements({})]
         claims = {f"study.same_bits.{number}": c for number, c in enumerate(self.about.same_bits)}
-        return [identity(where, claim, self.cells, placements) for where, claim in claims.items()]
+        return [identity(field, claim, self.cells, placements) for field, claim in claims.items()]
 
     @cached_property
     def claims(self) -> list[Claim]:
-        claims = {f"study.claims.{number}": given for number, given in enumerate(self.about.claims)}
-        return [claim(where, given, self.labels) for where, given in claims.items()]
+        claims = {f"study.claims.{number}": item for number, item in enumerate(self.about.claims)}
+        return [claim(field, item, self.labels) for field, item in claims.items()]
 
-    def _placements(self, only: Only) -> Iterator[dict[str, str | None]]:
-        """The labels of all cells, `accounting` and `arm` last, of those that `only` allows."""
+    def _placements(self, only_labels: LabelLimits) -> Iterator[dict[str, str | None]]:
+        """The labels of the cells that `only_labels` allows, `accounting` and `arm` last."""
         axes = {axis: tuple(names) or (None,) for axis, names in self.labels.items()}
         axes["arm"] = axes.pop("arm")
         for place in points({axis: Options(names) for axis, names in axes.items()}):
-            allowed = [*self.arms[place["arm"]].only.items(), *only.items()]
-            if all(place[axis] in names for axis, names in allowed):
+            label_limits = [*self.arms[place["arm"]].only.items(), *only_labels.items()]
+            if all(place[axis] in names for axis, names in label_limits):
                 yield place
 
     def _cell(self, place: Mapping[str, Any]) -> StudyCell:
@@ -264,21 +264,22 @@ class Study:
         arm = self.arms[name]
         tree = put({key: self.given[key] for key in self.given if key in SECTIONS}, arm.puts)
         for axis, values in self.panels.items():
-            value = values[place[plain(axis)]]
-            one = plain(axis) in SECTIONS or "." in axis  # else several sections and dotted keys
-            tree = put(tree, {axis: value} if one else _puts(f"panels.{axis}", value))
-        if accounting is not None and private(tree):
+            value = values[place[strip_mark(axis)]]
+            # else several sections and dotted keys
+            is_single = strip_mark(axis) in SECTIONS or "." in axis
+            tree = put(tree, {axis: value} if is_single else _puts(f"panels.{axis}", value))
+        if accounting is not None and is_private(tree):
             meaning = arm.accounting.get(accounting, self.accounting[accounting])
             if meaning is None:
-                where = f"arms.{name}.accounting.{accounting}"
+                field = f"arms.{name}.accounting.{accounting}"
                 expected = "dotted keys, as study.accounting has no meaning for all arms"
-                raise ConfigError(where, None, expected)
+                raise ConfigError(field, None, expected)
             tree = put(tree, meaning)
         tree = put(tree, self._scale.puts, keep=True)
         labels = {axis: place[axis] for axis in self.axes}
         return StudyCell(name, labels, accounting, tree, self._scale.tries, self.imports)
 
-    def published(self) -> dict[str, Path]:
+    def published_tables(self) -> dict[str, Path]:
         """The tables of published numbers that its outputs name, by that name: files next to the
         study or below, in a folder `published` there, or among those that come with the package.
         Raises `ConfigError` for one that does not exist.
@@ -304,9 +305,9 @@ class Study:
         labels = {axis: label(name) for axis, name in self.about.chosen_at.items()}
         if not cell.grid or cell.at(labels):
             return cell
-        for each in self.cells:
-            if each.at(cell.place | labels) and each.grid == cell.grid:
-                return each
+        for candidate in self.cells:
+            if candidate.at(cell.place | labels) and candidate.grid == cell.grid:
+                return candidate
         expected = f"labels at which {cell.arm} stands with the same values to try"
         raise ConfigError("study.chosen_at", dict(self.about.chosen_at), expected)
 
@@ -314,8 +315,8 @@ class Study:
         """The cell that gives each number which this one takes, by dotted key."""
         sources = {}
         for key, reference in cell.references.items():
-            there = {axis: label(name) for axis, name in reference.panel.items()}
-            labels = {**cell.place, **there, "arm": reference.arm}
+            panel_labels = {axis: label(name) for axis, name in reference.panel.items()}
+            labels = {**cell.place, **panel_labels, "arm": reference.arm}
             source = next((cell for cell in self.cells if cell.at(labels)), None)
             if source is None:
                 arms = ", ".join(self.arms)
@@ -328,7 +329,7 @@ class Study:
         """The runs that values are chosen by; with placeholders for numbers of other arms."""
         for cell in self.cells:
             if cell.grid and self.chooser(cell) is cell:
-                for values in cell.tried():
+                for values in cell.setting_values():
                     for seed in self.tuning_seeds():
                         yield cell.experiment(values, seed, self.about.validation)
 
@@ -341,13 +342,13 @@ class Study:
             yield cell.first(self.final_seeds().start), self.seeds
 
     def runs(self) -> dict[str, int]:
-        """Numbers of runs that values are chosen by, `tried`, before any grid grows, and of `final`
-        ones, if all tuning seeds choose one setting and no two cells the same.
+        """Numbers of runs: `tried`, those that values are chosen by, before any grid grows, and
+        `final`, if all tuning seeds choose one setting and no two cells the same.
         """
-        tried = {name_of(experiment) for experiment in self.tuning_runs()}
+        tuning_names = {name_of(experiment) for experiment in self.tuning_runs()}
         seed = self.final_seeds().start
-        final = {(name_of(cell.first(seed)), str(cell.grid)) for cell in self.cells}
-        return {"tried": len(tried), "final": len(final) * self.seeds}
+        final_names = {(name_of(cell.first(seed)), str(cell.grid)) for cell in self.cells}
+        return {"tried": len(tuning_names), "final": len(final_names) * self.seeds}
 
     def _check(self) -> None:
         """Raises `ConfigError` for what cannot be run, or shown."""
@@ -368,29 +369,29 @@ class Study:
             raise ConfigError("study", self.about.id, "at least one cell; `only` leaves none")
         for cell in self.cells:
             _check_evaluate(cell)
-            for values in cell.tried():
+            for values in cell.setting_values():
                 cell.experiment(values, self.final_seeds().start)
         for _ in self.tuning_runs():
             pass
-        held_out = self.about.validation or not any(cell.grid for cell in self.cells)
-        if set_of(judge) == VALIDATION and not held_out:
+        has_held_out_rows = self.about.validation or not any(cell.grid for cell in self.cells)
+        if score_set(judge) == VALIDATION and not has_held_out_rows:
             raise ConfigError("study.validation", 0, f"a share above 0, as study.judge is {judge}")
         _ = self.same_bits, self.claims
-        self.published()
+        self.published_tables()
         self._check_sources()
 
     def _check_labels(self) -> None:
-        onlys = {f"scales.{name}.only": scale.only for name, scale in _scales(self.given).items()}
-        onlys |= {f"arms.{name}.only": arm.only for name, arm in self.arms.items()}
-        onlys["study.chosen_at"] = _only("study.chosen_at", self.about.chosen_at)
-        for number, given in enumerate(self.about.same_bits):
-            where = f"study.same_bits.{number}"
-            onlys[where] = _only(where, split(given)[1])
-        for where, only in onlys.items():
-            for axis, names in only.items():
-                _check_one_of(where, axis, self.labels)
+        limits = {f"scales.{name}.only": scale.only for name, scale in _scales(self.given).items()}
+        limits |= {f"arms.{name}.only": arm.only for name, arm in self.arms.items()}
+        limits["study.chosen_at"] = _parse_label_limits("study.chosen_at", self.about.chosen_at)
+        for number, item in enumerate(self.about.same_bits):
+            field = f"study.same_bits.{number}"
+            limits[field] = _parse_label_limits(field, split(item)[1])
+        for field, label_limits in limits.items():
+            for axis, names in label_limits.items():
+                _check_one_of(field, axis, self.labels)
                 for name in names:
-                    _check_one_of(f"{where}.{axis}", name, self.labels[axis])
+                    _check_one_of(f"{field}.{axis}", name, self.labels[axis])
 
     def _check_sources(self) -> None:
         needs = {
@@ -406,64 +407,64 @@ class Study:
             raise ConfigError(f"{key}.from.arm", reference.arm, expected) from None
 
 
-def _check_one_of(field: str, name: Any, known: Sequence[str] | Tree) -> None:
-    if name not in known:
-        raise ConfigError(field, name, f"one of {', '.join(known)}")
+def _check_one_of(field: str, name: Any, allowed_names: Sequence[str] | Tree) -> None:
+    if name not in allowed_names:
+        raise ConfigError(field, name, f"one of {', '.join(allowed_names)}")
 
 
-def _mapping(where: str, value: Any) -> dict[str, Any]:
+def _mapping(field: str, value: Any) -> dict[str, Any]:
     """By label; empty for None."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise ConfigError(where, value, "a mapping")
-    mapping = {label(key): each for key, each in value.items()}
+        raise ConfigError(field, value, "a mapping")
+    mapping = {label(key): entry for key, entry in value.items()}
     if len(mapping) < len(value):
-        raise ConfigError(where, [*value], "labels that differ as texts")
+        raise ConfigError(field, [*value], "labels that differ as texts")
     return mapping
 
 
-def _mappings(where: str, value: Any) -> dict[str, dict[str, Any]]:
-    mappings = _mapping(where, value)
-    return {name: _mapping(f"{where}.{name}", each) for name, each in mappings.items()}
+def _mappings(field: str, value: Any) -> dict[str, dict[str, Any]]:
+    mappings = _mapping(field, value)
+    return {name: _mapping(f"{field}.{name}", entry) for name, entry in mappings.items()}
 
 
-def _only(where: str, value: Any) -> Only:
+def _parse_label_limits(field: str, value: Any) -> LabelLimits:
     return {
-        plain(axis): tuple(map(label, labels if isinstance(labels, list) else [labels]))
-        for axis, labels in _mapping(where, value).items()
+        strip_mark(axis): tuple(map(label, labels if isinstance(labels, list) else [labels]))
+        for axis, labels in _mapping(field, value).items()
     }
 
 
-def _puts(where: str, value: Any) -> dict[str, Any]:
+def _puts(field: str, value: Any) -> dict[str, Any]:
     """Sections and dotted keys."""
-    puts = _mapping(where, value)
+    puts = _mapping(field, value)
     for name in puts:
-        if plain(name) == "seed":
+        if strip_mark(name) == "seed":
             expected = "none here: the seeds of all runs follow from the file's own and study.seeds"
-            raise ConfigError(f"{where}.{name}", puts[name], expected)
-        if plain(name) not in SECTIONS and "." not in name:
+            raise ConfigError(f"{field}.{name}", puts[name], expected)
+        if strip_mark(name) not in SECTIONS and "." not in name:
             expected = f"a dotted key, or one of the sections {', '.join(SECTIONS)}"
-            raise ConfigError(f"{where}.{name}", puts[name], expected)
+            raise ConfigError(f"{field}.{name}", puts[name], expected)
     return puts
 
 
-def _changes(cls: type[C], where: str, value: Any) -> C:
+def _changes(cls: type[C], field: str, value: Any) -> C:
     """An arm or a scale: its own keys, and the sections and dotted keys that it changes."""
-    fields = _mapping(where, value)
+    fields = _mapping(field, value)
     names = cls.model_fields.keys() & fields.keys() - {"puts"}
-    own: dict[str, Any] = {name: fields.pop(name) for name in names}
-    for key, parsed in (("only", _only), ("accounting", _mappings)):
-        if key in own:
-            own[key] = parsed(f"{where}.{key}", own[key])
-    return validate(cls, where, {**own, "puts": _puts(where, fields)})
+    own_fields: dict[str, Any] = {name: fields.pop(name) for name in names}
+    for key, parse_entry in (("only", _parse_label_limits), ("accounting", _mappings)):
+        if key in own_fields:
+            own_fields[key] = parse_entry(f"{field}.{key}", own_fields[key])
+    return validate(cls, field, {**own_fields, "puts": _puts(field, fields)})
 
 
 def _scales(tree: Tree) -> dict[str, Scale]:
     scales = _mapping("scales", tree.get("scales"))
     for name in scales:
         _check_one_of("scales", name, SCALES)
-    return {name: _changes(Scale, f"scales.{name}", each) for name, each in scales.items()}
+    return {name: _changes(Scale, f"scales.{name}", value) for name, value in scales.items()}
 
 
 def _check_evaluate(cell: StudyCell) -> None:
@@ -471,6 +472,8 @@ def _check_evaluate(cell: StudyCell) -> None:
     section = cell.tree.get("evaluate")
     for key in ("test", "validation"):
         if isinstance(section, Mapping) and key in section:
-            expected = "none in a study: final runs have all rows and the test set; "
-            expected += f"study.validation is for runs that choose values (in {cell.named()})"
+            expected = (
+                "none in a study: final runs have all rows and the test set; study.validation"
+            )
+            expected += f" is for runs that choose values (in {cell.display_name()})"
             raise ConfigError(f"evaluate.{key}", section[key], expected)

@@ -44,7 +44,7 @@ def costs(backend: str, local: Local, sizes: np.ndarray, d: int, gpu: bool) -> n
     return np.stack([steps, steps * kind.calls, step]).astype(np.float64)
 
 
-def lacking(
+def missing_requirement(
     backend: str,
     local: Local,
     clip: float | None,
@@ -52,7 +52,7 @@ def lacking(
     split: ParameterSplit | None = None,
 ) -> str | None:
     """What of what is asked of it a backend cannot do, in words; None: it can do all."""
-    asked = {
+    requirements = {
         base.LOCAL_PARAMETERS: split is not None and split.own,
         base.LOCAL_BUFFERS: split is not None and split.buffers,
         base.BFLOAT16: precision == "bfloat16",
@@ -62,22 +62,21 @@ def lacking(
         f"{base.PERTURBED}, clipped": local.perturbs and clip is not None,
         base.ANY_RULE: local.linear() is None,
     }
-    can = BACKENDS[backend].can
-    return next((need for need, wanted in asked.items() if wanted and need not in can), None)
+    capabilities = BACKENDS[backend].capabilities
+    return next(
+        (need for need, required in requirements.items() if required and need not in capabilities),
+        None,
+    )
 
 
 def check_backend(
-    backend: str,
-    local: Local,
-    clip: float | None,
-    precision: Precision,
-    split: ParameterSplit,
+    backend: str, local: Local, clip: float | None, precision: Precision, split: ParameterSplit
 ) -> None:
     """Raises `ConfigError` for an unknown backend, or one that lacks what is asked of it."""
-    asked = (local, clip, precision, split)
-    lacks = lacking(backend, *asked) if backend in BACKENDS else None
-    if backend in BACKENDS and not lacks:
+    requirements = (local, clip, precision, split)
+    unsupported = missing_requirement(backend, *requirements) if backend in BACKENDS else None
+    if backend in BACKENDS and not unsupported:
         return
-    names = ", ".join(name for name in BACKENDS if not lacking(name, *asked))
-    reason = f" (local.kind {local.kind}: {backend} cannot do {lacks})" if lacks else ""
+    names = ", ".join(name for name in BACKENDS if not missing_requirement(name, *requirements))
+    reason = f" (local.kind {local.kind}: {backend} cannot do {unsupported})" if unsupported else ""
     raise ConfigError("client.backend", backend, f"auto or one of {names}{reason}")

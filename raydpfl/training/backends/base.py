@@ -2,8 +2,8 @@
 alone.
 
 A backend trains a chunk of C clients. A client's update depends on its rows, batches and key, on
-its slot, on the shapes of the chunk and on the step counts of its clients (`ChunkData.planned`),
-never on what else stands in the other slots: a client alone in its chunk has the same bits.
+its slot, on the shapes of the chunk and its clients' step counts (`ChunkData.planned_steps`), never
+on what else stands in the other slots: a client alone in its chunk has the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from raydpfl.methods.schedules import Schedule
 from raydpfl.models.tasks import Task
 
 BLOCK = 1 << 18  # numbers of updates in a block
-ALIGNED = 64  # bytes: where torch's own tensors begin
+ALIGNMENT = 64  # bytes: where torch's own tensors begin
 
 Batches = list[tuple[torch.Tensor | None, torch.Tensor]]
 """The rows and the shares of every step; see `ChunkData.batches`."""
@@ -62,9 +62,9 @@ class Block:
         yield from zip(self.slots.tolist(), self.updates, self.losses.tolist(), strict=True)
 
 
-def spans(end: int, d: int, most: int | None = None) -> Iterator[slice]:
-    """The slots from 0 to `end` in parts of at most `most` (`BLOCK`) numbers, or one client."""
-    width = max(1, (most or BLOCK) // d)
+def spans(end: int, d: int, max_numbers: int | None = None) -> Iterator[slice]:
+    """The slots up to `end` in parts of at most `max_numbers` (`BLOCK`) numbers, or one client."""
+    width = max(1, (max_numbers or BLOCK) // d)
     for start in range(0, end, width):
         yield slice(start, min(start + width, end))
 
@@ -101,7 +101,7 @@ class StepNoise:
     device: torch.device
 
     def __call__(self, slots: Sequence[int], step: int) -> torch.Tensor:
-        drawn = prng.clients_normals(
+        noise = prng.clients_normals(
             self.seed,
             Purpose.STEP_NOISE,
             self.d,
@@ -111,13 +111,13 @@ class StepNoise:
             draws=self.draws[slots],
             stds=self.stds[slots],
         )
-        return sent(drawn, self.device)
+        return sent(noise, self.device)
 
-    def of_one(self, step: int, count: int) -> np.ndarray:
+    def client_step_noise(self, step: int, count: int) -> np.ndarray:
         """The first `count` numbers of the only client at a step: float64 [count]."""
         key = {"client": int(self.clients[0]), "draw": int(self.draws[0]), "step": step}
-        drawn = prng.normals(self.seed, Purpose.STEP_NOISE, count, t=self.t, **key)
-        return drawn.double().numpy() * float(self.stds[0])
+        normals = prng.normals(self.seed, Purpose.STEP_NOISE, count, t=self.t, **key)
+        return normals.double().numpy() * float(self.stds[0])
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ class Sum:
     update that is not finite counts as 0.
     """
 
-    closed: tuple[float, float, float]  # see `raydpfl.methods.bounding.Bounding.closed`
+    # see `raydpfl.methods.bounding.Bounding.closed_form`
+    closed_factors: tuple[float, float, float]
     weights: np.ndarray  # float64 [C]
     std: float  # of `raydpfl.methods.noise.keyed_noise.client_noise` on each; 0: none
     seed: int  # of that noise, and the round, the clients and their draws, int64 [C]
@@ -166,7 +167,7 @@ class ChunkData:
     starts: Starts | None = None  # None: all start at the round's model
     # int64 [C]: steps of all clients of the chunk, also those that do not train here (`active`);
     # None: those of the clients here
-    planned: np.ndarray | None = None
+    planned_steps: np.ndarray | None = None
     into: Sum | None = None  # where updates are added up; None: blocks have them
 
     def rate(self, k: int) -> float:
@@ -179,12 +180,12 @@ class ChunkData:
 
     @cached_property
     def _active(self) -> list[int]:
-        most = self.index.shape[1]
-        planned = self.planned
-        if planned is None:
-            planned = np.where(self.sizes > 0, self.steps, most)
-        later = np.maximum.accumulate(planned[::-1])[::-1]  # most steps of a slot or any after it
-        return np.searchsorted(-later, -np.arange(most)).tolist()
+        max_steps = self.index.shape[1]
+        counts = self.planned_steps
+        if counts is None:
+            counts = np.where(self.sizes > 0, self.steps, max_steps)
+        most_steps = np.maximum.accumulate(counts[::-1])[::-1]  # of a slot or any after it
+        return np.searchsorted(-most_steps, -np.arange(max_steps)).tolist()
 
     def active(self, k: int) -> int:
         """How many slots step k takes, up to the last whose client makes it: by all clients of the
@@ -193,29 +194,29 @@ class ChunkData:
         return self._active[k]
 
     @cached_property
-    def _done(self) -> list[np.ndarray]:
+    def _finished_slots(self) -> list[np.ndarray]:
         slots = np.asarray(self.slots, np.int64)
         ends = self.steps[slots]
         return [slots[(ends <= k) & (slots < count)] for k, count in enumerate(self._active)]
 
-    def done(self, k: int) -> torch.Tensor | None:
+    def finished_slots(self, k: int) -> torch.Tensor | None:
         """The slots that step k takes and whose client does not make it, int64 [m]; None: none."""
-        slots = self._done[k]
+        slots = self._finished_slots[k]
         return self._on_device(torch.from_numpy(slots)) if len(slots) else None
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return sent(tensor, self.y.device)
 
-    def blocks(self, d: int, most: int | None = None) -> Iterator[tuple[slice, np.ndarray]]:
+    def blocks(self, d: int, max_numbers: int | None = None) -> Iterator[tuple[slice, np.ndarray]]:
         """For every block of updates of `d` numbers (see `spans`): the slots that it spans, and
         those of them to train, int64 [k], at least one.
         """
         slots = np.asarray(self.slots, dtype=np.int64)
         numbers = d if self.y.device.type == "cpu" else 1  # a GPU takes the chunk as one
-        for span in spans(len(self.sizes), numbers, most):
-            trained = slots[(slots >= span.start) & (slots < span.stop)]
-            if len(trained):
-                yield span, trained
+        for span in spans(len(self.sizes), numbers, max_numbers):
+            block_slots = slots[(slots >= span.start) & (slots < span.stop)]
+            if len(block_slots):
+                yield span, block_slots
 
     def step_noise(self, step: int) -> torch.Tensor | None:
         """The noise on the mean gradients of a step, float32 [c, d] of the c slots that it takes, 0
@@ -224,15 +225,15 @@ class ChunkData:
         if self.noise is None:
             return None
         slots = [slot for slot in self.slots if step < self.steps[slot]]
-        drawn = self.noise(slots, step)
+        slot_noise = self.noise(slots, step)
         active = self.active(step)
-        if len(drawn) == active:
-            return drawn
-        noise = drawn.new_zeros(active, drawn.shape[1])
-        return noise.index_copy_(0, sent(torch.tensor(slots), drawn.device), drawn)
+        if len(slot_noise) == active:
+            return slot_noise
+        noise = slot_noise.new_zeros(active, slot_noise.shape[1])
+        return noise.index_copy_(0, sent(torch.tensor(slots), slot_noise.device), slot_noise)
 
     @property
-    def _whole(self) -> bool:
+    def _is_full_batch(self) -> bool:
         """Whether a batch is all rows."""
         return self.index.shape[2] == self.y.shape[1]
 
@@ -242,16 +243,16 @@ class ChunkData:
         """
         x, y = self.x, self.y
         full = (self.sizes == y.shape[1]).all()
-        aligned = x.is_contiguous() and x.data_ptr() % ALIGNED == 0
-        if self._whole and not (full and aligned):
+        is_aligned = x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+        if self._is_full_batch and not (full and is_aligned):
             x = x.clone(memory_format=torch.contiguous_format)
         if full:
             return x, y
         padding = np.arange(y.shape[1]) >= self.sizes[:, None]
-        of_y = self._on_device(torch.from_numpy(padding).view(*padding.shape, *[1] * (y.dim() - 2)))
-        if self._whole:
-            x.masked_fill_(of_y.view(*padding.shape, *[1] * (x.dim() - 2)), 0)
-        return x, y.masked_fill(of_y, 0)
+        mask = self._on_device(torch.from_numpy(padding).view(*padding.shape, *[1] * (y.dim() - 2)))
+        if self._is_full_batch:
+            x.masked_fill_(mask.view(*padding.shape, *[1] * (x.dim() - 2)), 0)
+        return x, y.masked_fill(mask, 0)
 
     def batches(self) -> Batches:
         """For each step, of the c slots that it takes (`active`), its rows, int64 [c B] into `rows`
@@ -263,13 +264,13 @@ class ChunkData:
         """
         clients, n = self.y.shape[:2]
         steps, width = self.index.shape[1:]
-        real = np.arange(width) < self.batch_sizes[:, None]
-        making = np.arange(steps)[:, None, None] < self.steps[:, None]
-        means = making * (real / np.maximum(self.batch_sizes, 1)[:, None])
+        row_mask = np.arange(width) < self.batch_sizes[:, None]
+        step_mask = np.arange(steps)[:, None, None] < self.steps[:, None]
+        means = step_mask * (row_mask / np.maximum(self.batch_sizes, 1)[:, None])
         shares = torch.from_numpy(means.astype(np.float32))  # [Q, C, B]
         index = torch.from_numpy(self.index).transpose(0, 1)
         rows: list[torch.Tensor | None] = [None] * steps
-        if self._whole:
+        if self._is_full_batch:
             shares = torch.zeros(steps, clients, n).scatter_add_(2, index, shares)
         else:
             places = (index + torch.arange(0, clients * n, n)[:, None]).flatten(1)
@@ -287,20 +288,18 @@ class ChunkData:
         """Fills `clipped`, where wanted, from every step's clip factors, [c, B] or [c, B, 1]."""
         if self.clipped is None or self.clip is None:
             return
-        every = factors[0].new_zeros(len(factors), len(self.sizes), factors[0][0].numel())
-        for row, factor in zip(every, factors, strict=True):
+        all_factors = factors[0].new_zeros(len(factors), len(self.sizes), factors[0][0].numel())
+        for row, factor in zip(all_factors, factors, strict=True):
             row[: len(factor)] = factor.flatten(1)
-        below = every.lt(1).transpose(0, 1).cpu().numpy()
-        if self._whole:  # of all rows, whose order a batch need not keep
-            below = np.take_along_axis(below, self.index, 2)
+        clip_mask = all_factors.lt(1).transpose(0, 1).cpu().numpy()
+        if self._is_full_batch:  # of all rows, whose order a batch need not keep
+            clip_mask = np.take_along_axis(clip_mask, self.index, 2)
         slots = list(self.slots)
         steps, width = self.index.shape[1:]
-        steps_made = self.steps[slots, None]
+        counts = self.steps[slots, None]
         batch = self.batch_sizes[slots]
-        real = (np.arange(steps) < steps_made)[:, :, None] & (np.arange(width) < batch[:, None])[
-            :, None
-        ]
-        self.clipped[slots] = (below[slots] & real).sum((1, 2)) / (steps_made[:, 0] * batch)
+        mask = (np.arange(steps) < counts)[:, :, None] & (np.arange(width) < batch[:, None, None])
+        self.clipped[slots] = (clip_mask[slots] & mask).sum((1, 2)) / (counts[:, 0] * batch)
 
 
 class Rule:
@@ -320,11 +319,11 @@ class Rule:
         self.x = x
         self.model = model
         self.corrections = corrections
-        self.left: list[torch.Tensor] = []  # of slots that steps took before, the last ones first
+        self.tails: list[torch.Tensor] = []  # x of slots that steps took before, the last first
         self.state = local.fresh(x)
 
     @classmethod
-    def of_chunk(cls, local: Local, model: torch.Tensor, chunk: ChunkData) -> Rule:
+    def from_chunk(cls, local: Local, model: torch.Tensor, chunk: ChunkData) -> Rule:
         """The rule at the start of a chunk; `model` is x_t, float32 [D]."""
         x = model.expand(len(chunk.sizes), -1).clone()
         if chunk.starts is not None:
@@ -333,49 +332,49 @@ class Rule:
         return cls(local, chunk, x, model, chunk.corrections)
 
     @torch.no_grad()
-    def of_one(self, gradient: torch.Tensor, k: int) -> torch.Tensor:
+    def client_step(self, gradient: torch.Tensor, k: int) -> torch.Tensor:
         """x after the k-th step of one client, from its gradient before corrections."""
         if self.corrections is not None:
             gradient = gradient + self.corrections
-        self.x, self.state = self.local.step(self.x, gradient, self.state, self._at(k))
+        self.x, self.state = self.local.step(self.x, gradient, self.state, self._make_step(k))
         return self.x
 
     @torch.no_grad()
     def step(self, gradient: torch.Tensor, k: int) -> torch.Tensor:
         """x after the k-th step, from the gradients before corrections, both float32 [c, d]."""
         count = len(gradient)
-        gradient = self._narrowed(gradient)
-        before = self.x
-        x = self.of_one(gradient, k)
-        done = self.chunk.done(k)
-        self.x = x.contiguous() if done is None else x.index_copy(0, done, before[done])
-        if count < len(before):
-            self.x = torch.cat([self.x[:count], before[count:]])
+        gradient = self._narrow(gradient)
+        previous_x = self.x
+        x = self.client_step(gradient, k)
+        slots = self.chunk.finished_slots(k)
+        self.x = x.contiguous() if slots is None else x.index_copy(0, slots, previous_x[slots])
+        if count < len(previous_x):
+            self.x = torch.cat([self.x[:count], previous_x[count:]])
         return self.x[:count]
 
     @torch.no_grad()
-    def perturbed(self, gradient: torch.Tensor, k: int) -> torch.Tensor:
+    def perturbed_parameters(self, gradient: torch.Tensor, k: int) -> torch.Tensor:
         """Where the gradient of the k-th step is to be taken, float32 [c, d], from that at x."""
         count = len(gradient)
-        gradient = self._narrowed(gradient)
-        moved = self.local.perturb(self.x, gradient, self.state, self._at(k))
-        return moved[:count].contiguous()
+        gradient = self._narrow(gradient)
+        point = self.local.perturb(self.x, gradient, self.state, self._make_step(k))
+        return point[:count].contiguous()
 
     def final(self) -> torch.Tensor:
         """x after the last step, of all slots, float32 [C, d]."""
-        return torch.cat([self.x, *reversed(self.left)]) if self.left else self.x
+        return torch.cat([self.x, *reversed(self.tails)]) if self.tails else self.x
 
-    def _narrowed(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _narrow(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradients of the slots that the rule goes on with: [c, d], or all before, with 0,
         where the state may not be cut by clients.
         """
         count = len(gradient)
-        more = len(self.x) - count
-        if not more:
+        extra_rows = len(self.x) - count
+        if not extra_rows:
             return gradient
-        if not all(_by_client(part, len(self.x)) for part in tree_leaves(self.state)):
-            return torch.cat([gradient, gradient.new_zeros(more, gradient.shape[1])])
-        self.left.append(self.x[count:].clone())
+        if not all(_is_by_client(part, len(self.x)) for part in tree_leaves(self.state)):
+            return torch.cat([gradient, gradient.new_zeros(extra_rows, gradient.shape[1])])
+        self.tails.append(self.x[count:].clone())
         self.x = self.x[:count]
         self.state = tree_map(
             lambda part: part[:count] if isinstance(part, torch.Tensor) and part.dim() else part,
@@ -387,11 +386,11 @@ class Rule:
             self.model = self.model[:count]
         return gradient
 
-    def _at(self, k: int) -> Step:
+    def _make_step(self, k: int) -> Step:
         return Step(k, self.chunk.rate(k), self.model)
 
 
-def _by_client(part: Any, count: int) -> bool:
+def _is_by_client(part: Any, count: int) -> bool:
     """Whether a part of a rule's state is a matrix with a row for every client, or one number."""
     if isinstance(part, torch.Tensor):
         return part.dim() == 0 or (part.dim() > 1 and len(part) == count)
@@ -407,7 +406,7 @@ def take(source: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
 
 
 # at most what the square of a float32 that underflows has lost
-LOST = 2.0**-126
+UNDERFLOW_SQUARE = 2.0**-126
 
 
 def clip_factors(norms: torch.Tensor, bound: float) -> torch.Tensor:
@@ -429,7 +428,7 @@ TRAIN = "a user-defined train"
 PERTURBED = "a second gradient in a step"
 ANY_RULE = "a rule that is not linear"
 
-ALL = {LOCAL_PARAMETERS, BFLOAT16, UNCLIPPED, PERTURBED, ANY_RULE}
+CORE = {LOCAL_PARAMETERS, BFLOAT16, UNCLIPPED, PERTURBED, ANY_RULE}  # of most backends
 
 
 class Backend:
@@ -437,7 +436,7 @@ class Backend:
     `raydpfl.models.linear_stack.NoStack`, or whatever the module does, where it does not fit.
     """
 
-    can: ClassVar[frozenset[str]]  # of what may be asked, see above
+    capabilities: ClassVar[frozenset[str]]  # of what may be asked, see above
     # products of a row with a weight that take as long as the calls of a chunk's step
     calls: ClassVar[int] = 1 << 21
     # whether a slot is trained when it is asked for, and not before
@@ -467,7 +466,7 @@ class Backend:
         """Noises of a client's steps, float64 [steps, d], with which a plain loop comes to its
         update; `x`: float32 [n, *shape], the rows of its batches.
         """
-        return np.stack([noise.of_one(k, noise.d) for k in range(steps)])
+        return np.stack([noise.client_step_noise(k, noise.d) for k in range(steps)])
 
     def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
         """The clients of `chunk.slots`, in order, in blocks: of one client where the backend trains

@@ -26,7 +26,8 @@ another, and all of a client's arrays stay in the cache. Where the factors of a 
 closed form, each update is added up while it is in the cache, with the client's noise; else Python
 adds up those that are done.
 
->>> unfit(stack(nn.Sequential(nn.Linear(784, 200), nn.LeakyReLU(0.1), nn.Linear(200, 10))))
+>>> net = nn.Sequential(nn.Linear(784, 200), nn.LeakyReLU(0.1), nn.Linear(200, 10))
+>>> compilation_refusal(stack(net))
 'leaky_relu is not compiled'
 """
 
@@ -45,23 +46,16 @@ from raydpfl.core.prng import Purpose
 from raydpfl.methods.local.base import Local
 from raydpfl.models.linear_stack import RELU, SIGMOID, TANH, Layer, NoStack, stack
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import (
-    UNCLIPPED,
-    Backend,
-    Block,
-    ChunkData,
-    StepNoise,
-    Sum,
-)
+from raydpfl.training.backends.base import UNCLIPPED, Backend, Block, ChunkData, StepNoise, Sum
 from raydpfl.training.backends.fused import closed_form, step_factors
 from raydpfl.training.span_noise import lengths, responses, step_noises
 
-CHUNKS = 16  # numbers of a vector
+LANES = 16  # numbers of a vector
 # numbers of updates in a block: every block costs Python 0.1 to 0.3 ms, the sum of so many 0.3
 BLOCK = 1 << 20
-ADDED = 1 << 23  # and of those that are added up in the cache
+SUM_BLOCK = 1 << 23  # and of those that are added up in the cache
 OVERLAP = 20  # clients of a block that is added: Python records it while threads train the next
-MOST = 64  # layers
+MAX_LAYERS = 64  # layers
 ACTIVATIONS = (None, RELU, TANH, SIGMOID)  # in the order of linear.c
 
 
@@ -100,13 +94,13 @@ class Compiled(Backend):
     between them, and where nothing can be compiled.
     """
 
-    can = frozenset({UNCLIPPED})
+    capabilities = frozenset({UNCLIPPED})
     threads = True
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
         self.layers = stack(module)
-        reason = unfit(self.layers)
+        reason = compilation_refusal(self.layers)
         if device.type != "cpu":
             reason = "compiled code is for the CPU"
         if reason:
@@ -128,138 +122,138 @@ class Compiled(Backend):
         )
 
     def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
-        first = self.layers[0]
-        _check(chunk, first.inputs, self.layers[-1].outputs, self.squares)
-        columns = np.zeros((first.inputs + 1, -(-first.outputs // CHUNKS) * CHUNKS), np.float32)
-        weight, *bias = (part.numpy() for part in first.views(parameters))
-        columns[:-1, : first.outputs] = weight.T
-        columns[-1, : first.outputs] = bias[0][0] if bias else 0
+        layer = self.layers[0]
+        _check(chunk, layer.inputs, self.layers[-1].outputs, self.squares)
+        columns = np.zeros((layer.inputs + 1, -(-layer.outputs // LANES) * LANES), np.float32)
+        weight, *bias = (part.numpy() for part in layer.views(parameters))
+        columns[:-1, : layer.outputs] = weight.T
+        columns[-1, : layer.outputs] = bias[0][0] if bias else 0
         steps, batch = chunk.index.shape[1:]
-        shrinks, answers = responses(self.linear, chunk.lr, steps)
+        shrink_factors, step_responses = responses(self.linear, chunk.lr, steps)
         model = parameters.contiguous().numpy()
-        shared = (model, columns, np.array(answers, np.float32), lengths(answers))
+        tables = (model, columns, np.array(step_responses, np.float32), lengths(step_responses))
         noise = chunk.noise
         key = (0, 0, 0) if noise is None else (noise.seed, Purpose.STEP_NOISE, noise.t)
         linear = self.linear
         job = _Job(
-            *(chunk.y.shape[1], first.inputs, steps, batch, len(model), len(self.layers)),
-            *(_at(array).value for array in (*self._facts, *shared)),
+            *(chunk.y.shape[1], layer.inputs, steps, batch, len(model), len(self.layers)),
+            *(_address(array).value for array in (*self._facts, *tables)),
             *(int(self.squares), int(noise is not None), *key),
             *step_factors(linear, chunk.lr),
             *(linear.decay, linear.proximal, linear.momentum, chunk.lr, chunk.clip or 0),
         )
-        drawn_by: tuple[np.ndarray, ...] = (np.zeros(0),) * 3  # not looked at
+        noise_arrays: tuple[np.ndarray, ...] = (np.zeros(0),) * 3  # not looked at
         if noise is not None:  # empty slots have the client -1
             names = noise.clients.astype(np.uint64), noise.draws.astype(np.uint64)
-            drawn_by = (noise.stds.astype(np.float32), *names)
-        gammas = np.array(shrinks, np.float32)[chunk.steps]
-        of_chunk = (chunk.x.numpy(), chunk.y.numpy(), chunk.sizes, chunk.index, chunk.batch_sizes)
-        arrays = [*map(np.ascontiguousarray, (*of_chunk, chunk.steps, gammas, *drawn_by))]
+            noise_arrays = (noise.stds.astype(np.float32), *names)
+        gammas = np.array(shrink_factors, np.float32)[chunk.steps]
+        data = (chunk.x.numpy(), chunk.y.numpy(), chunk.sizes, chunk.index, chunk.batch_sizes)
+        arrays = [*map(np.ascontiguousarray, (*data, chunk.steps, gammas, *noise_arrays))]
         corrections = None if chunk.corrections is None else chunk.corrections.contiguous().numpy()
-        clipped = None if chunk.clip is None else chunk.clipped
+        clipped_shares = None if chunk.clip is None else chunk.clipped
         d = parameters.numel()
-        most = BLOCK if chunk.into is None else min(ADDED, OVERLAP * d)
-        blocks = [slots for _, slots in chunk.blocks(d, most)]
-        training = _Training(job, blocks, (*arrays, corrections, clipped), shared)
-        yield from training.separate() if chunk.into is None else training.added(chunk.into)
+        max_numbers = BLOCK if chunk.into is None else min(SUM_BLOCK, OVERLAP * d)
+        blocks = [slots for _, slots in chunk.blocks(d, max_numbers)]
+        training = _Training(job, blocks, (*arrays, corrections, clipped_shares), tables)
+        yield from (training.blocks() if chunk.into is None else training.add(chunk.into))
 
     def noises(self, noise: StepNoise, x: np.ndarray, steps: int, lr: float) -> np.ndarray:
-        answers = responses(self.linear, lr, steps)[1]
+        step_responses = responses(self.linear, lr, steps)[1]
         batch = self.local.batch_size(len(x))
-        return step_noises(noise, self.layers, x.reshape(len(x), -1), batch, answers)
+        return step_noises(noise, self.layers, x.reshape(len(x), -1), batch, step_responses)
 
 
 class _Training:
-    """The clients of a chunk in training; `arrays` are raydpfl_begin's, `shared` the job's."""
+    """The clients of a chunk in training; `arrays` are raydpfl_begin's, `tables` the job's."""
 
     def __init__(
         self,
         job: _Job,
         blocks: Sequence[np.ndarray],
         arrays: Sequence[np.ndarray | None],
-        shared: Sequence[np.ndarray],
+        tables: Sequence[np.ndarray],
     ):
         self._job = job
         self._blocks = blocks
         self._arrays = arrays
-        self._shared = shared  # alive as long as the job
+        self._tables = tables  # alive as long as the job
         self._ends = np.cumsum([0, *map(len, blocks)]).tolist()[1:]
         self._count = sum(map(len, blocks))
         self._places = np.zeros(self._count, np.uintp)
         self._losses, self._norms = np.empty((2, self._count))
 
-    def separate(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[Block]:
         """The blocks, of which threads train some ahead of what is asked for."""
-        ahead = 2 * native.threads() - 1
+        lookahead = 2 * native.threads() - 1
         d = self._job.d
         updates: deque[torch.Tensor] = deque()  # of this block and those ahead
-        with self._started(None) as train:
+        with self._start_threads(None) as train:
             for k, slots in enumerate(self._blocks):
-                for later in range(k + len(updates), min(k + ahead, len(self._blocks))):
-                    count = len(self._blocks[later])
-                    end = self._ends[later]
+                for block_index in range(k + len(updates), min(k + lookahead, len(self._blocks))):
+                    count = len(self._blocks[block_index])
+                    end = self._ends[block_index]
                     updates.append(torch.empty(count, d))
-                    first = updates[-1].data_ptr()
-                    self._places[end - count : end] = first + 4 * d * np.arange(count)
+                    address = updates[-1].data_ptr()
+                    self._places[end - count : end] = address + 4 * d * np.arange(count)
                 train(self._ends[k], self._ends[k + len(updates) - 1])
                 yield self._block(k, slots, updates.popleft())
 
-    def added(self, into: Sum) -> Iterator[Block]:
+    def add(self, into: Sum) -> Iterator[Block]:
         """The blocks without their updates, which are added up."""
         names = (into.clients.astype(np.uint64), into.draws.astype(np.uint64))
         arrays = (*names, into.weights, into.factors, into.totals)
         key = (into.seed, Purpose.CLIENT_NOISE, into.t)
         limits = into.grid.step, into.grid.most
-        places = (_at(array).value for array in arrays)
-        summing = _Sum(*into.closed, *limits, into.std, *key, *places, len(into.totals), 1)
-        nothing = torch.empty(0, self._job.d)
-        with self._started(summing) as train:
+        places = (_address(array).value for array in arrays)
+        sums = _Sum(*into.closed_factors, *limits, into.std, *key, *places, len(into.totals), 1)
+        empty_updates = torch.empty(0, self._job.d)
+        with self._start_threads(sums) as train:
             for k, slots in enumerate(self._blocks):
                 train(self._ends[k], self._count)
-                into.fits[0] = bool(summing.fits)
-                yield self._block(k, slots, nothing)
+                into.fits[0] = bool(sums.fits)
+                yield self._block(k, slots, empty_updates)
 
     @contextmanager
-    def _started(self, into: _Sum | None) -> Iterator[Callable[[int, int], None]]:
+    def _start_threads(self, into: _Sum | None) -> Iterator[Callable[[int, int], None]]:
         """What trains the first so many clients, and those below a limit where threads are free."""
-        compiled = native.library()
-        assert compiled is not None  # as the backend says
-        done = np.zeros(self._count, np.uint8)
+        library = native.library()
+        assert library is not None  # as the backend says
+        finished_flags = np.zeros(self._count, np.uint8)
         slots = np.concatenate([np.empty(0, np.int64), *self._blocks])
-        arrays = (slots, *self._arrays, self._places, self._losses, self._norms, done)
+        arrays = (slots, *self._arrays, self._places, self._losses, self._norms, finished_flags)
         count = ctypes.c_int64(self._count)
-        added = None if into is None else ctypes.byref(into)
-        compiled.raydpfl_begin.restype = ctypes.c_void_p
-        running = compiled.raydpfl_begin(ctypes.byref(self._job), count, *map(_at, arrays), added)
-        if not running:
+        sums = None if into is None else ctypes.byref(into)
+        library.raydpfl_begin.restype = ctypes.c_void_p
+        handle = library.raydpfl_begin(ctypes.byref(self._job), count, *map(_address, arrays), sums)
+        if not handle:
             raise MemoryError("no memory for the outputs of a client's rows")
 
         def train(end: int, limit: int) -> None:
-            nonlocal running
+            nonlocal handle
             bounds = ctypes.c_int64(end), ctypes.c_int64(limit)
-            compiled.raydpfl_train(ctypes.c_void_p(running), *bounds)
+            library.raydpfl_train(ctypes.c_void_p(handle), *bounds)
             if end == self._count:  # the threads are free to add up the last block
-                compiled.raydpfl_end(ctypes.c_void_p(running))
-                running = None
+                library.raydpfl_end(ctypes.c_void_p(handle))
+                handle = None
 
         try:
             yield train
         finally:
-            if running is not None:
-                compiled.raydpfl_end(ctypes.c_void_p(running))
+            if handle is not None:
+                library.raydpfl_end(ctypes.c_void_p(handle))
 
     def _block(self, k: int, slots: np.ndarray, updates: torch.Tensor) -> Block:
-        here = slice(self._ends[k] - len(slots), self._ends[k])
-        return Block(slots, updates, self._losses[here], norms=self._norms[here])
+        span = slice(self._ends[k] - len(slots), self._ends[k])
+        return Block(slots, updates, self._losses[span], norms=self._norms[span])
 
 
-def unfit(layers: tuple[Layer, ...]) -> str | None:
+def compilation_refusal(layers: tuple[Layer, ...]) -> str | None:
     """Why such a model is not trained by compiled code here; None where it is."""
-    if len(layers) > MOST:
-        return f"it has more than {MOST} layers"
-    others = [layer.activation.name for layer in layers if layer.activation not in ACTIVATIONS]
-    if others:
-        return f"{others[0]} is not compiled"
+    if len(layers) > MAX_LAYERS:
+        return f"it has more than {MAX_LAYERS} layers"
+    unsupported = [layer.activation.name for layer in layers if layer.activation not in ACTIVATIONS]
+    if unsupported:
+        return f"{unsupported[0]} is not compiled"
     reason = native.library_or_reason()
     return reason if isinstance(reason, str) else None
 
@@ -281,5 +275,5 @@ def _check(chunk: ChunkData, inputs: int, outputs: int, squares: bool) -> None:
         raise RuntimeError(f"a target is not one of the model's {outputs} classes")
 
 
-def _at(array: np.ndarray | None) -> ctypes.c_void_p:
+def _address(array: np.ndarray | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if array is None else array.ctypes.data)

@@ -31,20 +31,20 @@ from raydpfl.models.linear_stack import (
     Activation,
     Call,
     NoStack,
-    backwards,
-    check_unhooked,
-    places_of,
-    step_of,
+    check_no_hooks,
+    parameter_offsets,
+    read_step,
+    reverse_calls,
     taken,
 )
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import LOST, ChunkData, clip_factors
+from raydpfl.training.backends.base import UNDERFLOW_SQUARE, ChunkData, clip_factors
 from raydpfl.training.backends.per_client import Descent, OneByOne
 from raydpfl.training.layers.dropout import RowMajor
 from raydpfl.training.layers.pooled_convolution import Filters, Window
 
 aten = torch.ops.aten
-MIXED = "it is more than convolutions, and linear layers after them"
+CHAIN_MESSAGE = "it is more than convolutions, and linear layers after them"
 POOLING = ("kernel_size", "stride", "padding", "dilation")
 
 
@@ -78,14 +78,14 @@ class Gradients:
     def product(self, parameter: Parameter, a: torch.Tensor, b: torch.Tensor) -> None:
         """The gradient by a parameter, as a matrix, is a @ b, in float32 or bfloat16."""
         if self.descent is None:
-            to, beta, alpha = self.out, 0.0, 1.0
+            target, beta, alpha = self.out, 0.0, 1.0
         else:
-            to, beta, alpha = self.flat, self.descent.shrink, -self.descent.lr
-        now = parameter.of(to).view(len(a), -1)
-        if a.dtype == now.dtype:
-            now.addmm_(a, b, beta=beta, alpha=alpha)
+            target, beta, alpha = self.flat, self.descent.shrink, -self.descent.lr
+        view = parameter.of(target).view(len(a), -1)
+        if a.dtype == view.dtype:
+            view.addmm_(a, b, beta=beta, alpha=alpha)
         else:
-            (now.mul_(beta) if beta else now.zero_()).add_(a @ b, alpha=alpha)
+            (view.mul_(beta) if beta else view.zero_()).add_(a @ b, alpha=alpha)
 
     def add(self, parameter: Parameter, gradient: torch.Tensor) -> None:
         """`gradient` is in the order of `raydpfl.models.flatten`."""
@@ -99,9 +99,10 @@ class Gradients:
 
 @dataclass(frozen=True)
 class WeightedLayer:
-    """A link with parameters. Every link has `forward` (its output and what is `saved` of the pass)
-    and `backward` (the gradient by its input; anything for the `first`); this one also `squares`,
-    the squared norms of samples' gradients, float32 [B], and their `total`, weighted by `factors`.
+    """A link with parameters. Every link has `forward` (its output and the `context` of the pass)
+    and `backward` (the gradient by its input; anything where it `is_first`); this one also
+    `squares`, the squared norms of samples' gradients, float32 [B], and their `total`, weighted by
+    `factors`.
     """
 
     weight: Parameter
@@ -138,40 +139,40 @@ class Convolution(WeightedLayer):
         z = F.conv2d(a, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         if self.pool is None:
             return z, [a, None, None]
-        maxima, where = aten.max_pool2d_with_indices(z, *self.pool)
-        return maxima, [a, z, where]
+        maxima, indices = aten.max_pool2d_with_indices(z, *self.pool)
+        return maxima, [a, z, indices]
 
     def backward(
-        self, g: torch.Tensor, saved: list[Any], flat: torch.Tensor, first: bool
+        self, g: torch.Tensor, context: list[Any], flat: torch.Tensor, is_first: bool
     ) -> torch.Tensor:
-        if len(saved) == 1:
-            saved[0].follow(g)
-            return g if first else saved[0].by_images(self.weight.of(flat))
-        a, z, where = saved
+        if len(context) == 1:
+            context[0].follow(g)
+            return g if is_first else context[0].by_images(self.weight.of(flat))
+        a, z, indices = context
         weight = self.weight.outside(flat)
         if self.pool is not None:
             scatter = aten.max_pool2d_with_indices_backward.grad_input
-            g = scatter(g, z, *self.pool, where, grad_input=z)  # z is no longer needed
+            g = scatter(g, z, *self.pool, indices, grad_input=z)  # z is no longer needed
         geometry = (self.stride, self.padding, self.dilation, False, [0, 0], self.groups)
-        wanted = (not first, True, False)
-        by_input, by_weight, _ = aten.convolution_backward(g, a, weight, None, *geometry, wanted)
-        saved[:] = [by_weight, None]
+        mask = (not is_first, True, False)
+        by_input, by_weight, _ = aten.convolution_backward(g, a, weight, None, *geometry, mask)
+        context[:] = [by_weight, None]
         return by_input
 
-    def squares(self, g: torch.Tensor, saved: list[Any]) -> torch.Tensor:
-        squares = saved[0].squares()
+    def squares(self, g: torch.Tensor, context: list[Any]) -> torch.Tensor:
+        squares = context[0].squares()
         return squares if self.bias is None else squares + g.sum((2, 3)).square().sum(1)
 
     def total(
-        self, g: torch.Tensor, saved: list[Any], factors: torch.Tensor | None, to: Gradients
+        self, g: torch.Tensor, context: list[Any], factors: torch.Tensor | None, target: Gradients
     ) -> None:
         if self.bias is not None:
-            to.add(self.bias, g.sum((0, 2, 3)) if factors is None else factors @ g.sum((2, 3)))
-        if len(saved) == 1:
-            by_weight = saved[0].total(factors).view(self.weight.shape).permute(self.weight.axes)
+            target.add(self.bias, g.sum((0, 2, 3)) if factors is None else factors @ g.sum((2, 3)))
+        if len(context) == 1:
+            by_weight = context[0].total(factors).view(self.weight.shape).permute(self.weight.axes)
         else:
-            by_weight = saved[0]
-        to.add(self.weight, by_weight)
+            by_weight = context[0]
+        target.add(self.weight, by_weight)
 
 
 @dataclass(frozen=True)
@@ -182,22 +183,22 @@ class Dense(WeightedLayer):
         return F.linear(a, self.weight.of(flat).flatten(1), self.bias_of(flat)), [a]
 
     def backward(
-        self, g: torch.Tensor, saved: list[Any], flat: torch.Tensor, first: bool
+        self, g: torch.Tensor, context: list[Any], flat: torch.Tensor, is_first: bool
     ) -> torch.Tensor:
         return g @ self.weight.of(flat).flatten(1)
 
-    def squares(self, g: torch.Tensor, saved: list[Any]) -> torch.Tensor:
-        (a,) = saved
-        inputs = a.square().sum(1) + ((self.bias is not None) + LOST * a.shape[1])
-        return inputs * (g.square().sum(1) + LOST * g.shape[1])
+    def squares(self, g: torch.Tensor, context: list[Any]) -> torch.Tensor:
+        (a,) = context
+        inputs = a.square().sum(1) + ((self.bias is not None) + UNDERFLOW_SQUARE * a.shape[1])
+        return inputs * (g.square().sum(1) + UNDERFLOW_SQUARE * g.shape[1])
 
     def total(
-        self, g: torch.Tensor, saved: list[Any], factors: torch.Tensor | None, to: Gradients
+        self, g: torch.Tensor, context: list[Any], factors: torch.Tensor | None, target: Gradients
     ) -> None:
         g = g if factors is None else g * factors[:, None]
-        to.product(self.weight, g.T, *saved)
+        target.product(self.weight, g.T, *context)
         if self.bias is not None:
-            to.add(self.bias, g.sum(0))
+            target.add(self.bias, g.sum(0))
 
 
 @dataclass(frozen=True)
@@ -211,9 +212,9 @@ class Pointwise:
         return a, [a]
 
     def backward(
-        self, g: torch.Tensor, saved: list[Any], flat: torch.Tensor, first: bool
+        self, g: torch.Tensor, context: list[Any], flat: torch.Tensor, is_first: bool
     ) -> torch.Tensor:
-        return self.activation.backward_(g, *saved)
+        return self.activation.backward_(g, *context)
 
 
 @dataclass(frozen=True)
@@ -225,9 +226,9 @@ class Flat:
         return images.reshape(len(a), -1), [images.shape]
 
     def backward(
-        self, g: torch.Tensor, saved: list[Any], flat: torch.Tensor, first: bool
+        self, g: torch.Tensor, context: list[Any], flat: torch.Tensor, is_first: bool
     ) -> torch.Tensor:
-        return g.view(*saved).permute(0, 3, 1, 2)
+        return g.view(*context).permute(0, 3, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -241,16 +242,16 @@ class Drop:
         return a * mask, [mask]
 
     def backward(
-        self, g: torch.Tensor, saved: list[Any], flat: torch.Tensor, first: bool
+        self, g: torch.Tensor, context: list[Any], flat: torch.Tensor, is_first: bool
     ) -> torch.Tensor:
-        return g * saved[0]
+        return g * context[0]
 
 
 Link = Convolution | Dense | Pointwise | Flat | Drop
 Pool = tuple[Any, ...]  # the arguments of max-pooling
 
 
-def unpooled(chain: Sequence[Link]) -> str | None:
+def clipping_refusal(chain: Sequence[Link]) -> str | None:
     """Why single samples' gradients are not taken by hand; None where they are."""
     for link in chain:
         if isinstance(link, Convolution) and (link.pool is None or link.groups > 1):
@@ -268,9 +269,9 @@ def links(module: nn.Module) -> tuple[Link, ...]:
 
     Raises `NoStack` for anything else; see `raydpfl.models.linear_stack.stack`.
     """
-    places = places_of(module)
+    places = parameter_offsets(module)
     chain: list[Link] = []
-    for link in reversed([_link(places, call) for call in backwards(module)]):
+    for link in reversed([_link(places, call) for call in reverse_calls(module)]):
         if isinstance(link, tuple):
             _attach(link, chain)
         elif isinstance(link, Pointwise) and chain and isinstance(chain[-1], Pointwise):
@@ -279,66 +280,66 @@ def links(module: nn.Module) -> tuple[Link, ...]:
             chain.append(link)
     kinds = [type(link) for link in chain]
     if places or kinds.count(Flat) != 1:
-        raise NoStack(MIXED)
+        raise NoStack(CHAIN_MESSAGE)
     flat = kinds.index(Flat)
-    begins = kinds[0] is Convolution and Dense in kinds[flat + 1 :]
-    mixed = set(kinds[:flat]) - {Convolution, Pointwise, Drop}
-    if not begins or mixed or set(kinds[flat + 1 :]) - {Dense, Pointwise, Drop}:
-        raise NoStack(MIXED)
+    is_chain = kinds[0] is Convolution and Dense in kinds[flat + 1 :]
+    other_kinds = set(kinds[:flat]) - {Convolution, Pointwise, Drop}
+    if not is_chain or other_kinds or set(kinds[flat + 1 :]) - {Dense, Pointwise, Drop}:
+        raise NoStack(CHAIN_MESSAGE)
     # the first linear layer has its columns in the order of images with channels last
-    first = kinds.index(Dense)
-    dense = chain[first]
+    dense_index = kinds.index(Dense)
+    dense = chain[dense_index]
     assert isinstance(dense, Dense)
     outputs, inputs = dense.weight.shape
     channels = [link.weight.shape[0] for link in chain if isinstance(link, Convolution)][-1]
     if inputs % channels:
         raise NoStack("its first linear layer does not take the images")
     shape = (outputs, inputs // channels, channels)
-    chain[first] = replace(dense, weight=replace(dense.weight, shape=shape, axes=(0, 2, 1)))
+    chain[dense_index] = replace(dense, weight=replace(dense.weight, shape=shape, axes=(0, 2, 1)))
     return tuple(chain)
 
 
 def _attach(pool: Pool, chain: list[Link]) -> None:
     """Gives the pooling to the convolution before it, behind an activation or not."""
     place = len(chain) - (2 if chain and isinstance(chain[-1], Pointwise) else 1)
-    before = chain[place] if place >= 0 else None
-    if not isinstance(before, Convolution) or before.pool is not None:
+    previous_link = chain[place] if place >= 0 else None
+    if not isinstance(previous_link, Convolution) or previous_link.pool is not None:
         raise NoStack("max-pooling that follows no convolution is not supported")
-    chain[place] = replace(before, pool=pool)
+    chain[place] = replace(previous_link, pool=pool)
 
 
 def _link(places: dict[int, int], call: nn.Module | Call) -> Link | Pool | None:
     """What a layer or a call is; None for what changes nothing."""
     if type(call) is nn.Conv2d:
-        check_unhooked(call)
+        check_no_hooks(call)
         if isinstance(call.padding, str) or call.padding_mode != "zeros":
             raise NoStack("a convolution whose padding is not so many zeros is not supported")
         outputs, inputs, height, width = call.weight.shape
-        place, of_bias = taken(places, call.weight, call.bias)
+        place, bias_place = taken(places, call.weight, call.bias)
         weight = Parameter(place, (outputs, height, width, inputs), (0, 3, 1, 2))
-        bias = _bias(of_bias, outputs)
+        bias = _bias(bias_place, outputs)
         return Convolution(weight, bias, call.stride, call.padding, call.dilation, call.groups)
     if type(call) is nn.MaxPool2d:
-        check_unhooked(call)
+        check_no_hooks(call)
         return _pooling(vars(call))
     if type(call) is nn.Dropout and call.p > 0:
-        check_unhooked(call)
+        check_no_hooks(call)
         return Drop(call.p)
     if isinstance(call, Call) and call.node.target is F.max_pool2d:
-        bound = inspect.signature(F.max_pool2d_with_indices).bind(
+        bound_arguments = inspect.signature(F.max_pool2d_with_indices).bind(
             *call.node.args, **call.node.kwargs
         )
-        bound.apply_defaults()
-        return _pooling(bound.arguments)
-    step = step_of(call)
+        bound_arguments.apply_defaults()
+        return _pooling(bound_arguments.arguments)
+    step = read_step(call)
     if step is None:
         idle = isinstance(call, nn.Module) and not isinstance(call, nn.Flatten)
         return None if idle else Flat()
     if isinstance(step, Activation):
         return Pointwise(step)
     matrix, vector = step
-    place, of_bias = taken(places, matrix, vector)
-    return Dense(Parameter(place, tuple(matrix.shape), (0, 1)), _bias(of_bias, len(matrix)))
+    place, bias_place = taken(places, matrix, vector)
+    return Dense(Parameter(place, tuple(matrix.shape), (0, 1)), _bias(bias_place, len(matrix)))
 
 
 def _bias(place: int | None, outputs: int) -> Parameter | None:
@@ -349,10 +350,10 @@ def _pooling(arguments: Mapping[str, Any]) -> Pool:
     """From the arguments of `F.max_pool2d_with_indices` by name."""
     if arguments["return_indices"]:
         raise NoStack("max-pooling that gives its indices is not supported")
-    kernel, stride, *others = (arguments[name] for name in POOLING)
+    kernel, stride, *other_arguments = (arguments[name] for name in POOLING)
     pairs = (
         [value, value] if isinstance(value, int) else list(value)
-        for value in (kernel, stride or kernel, *others)
+        for value in (kernel, stride or kernel, *other_arguments)
     )
     pool = (*pairs, arguments["ceil_mode"])
     *_, padding, dilation, _ = pool
@@ -363,23 +364,23 @@ def _pooling(arguments: Mapping[str, Any]) -> Pool:
 
 class Convolutional(OneByOne):
     """See the module. Raises `NoStack` for a net that `links` does not know, and when it is to clip
-    the samples of one that is `unpooled`.
+    the samples of one that `clipping_refusal` refuses.
     """
 
     channels_last = True
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         self.links = links(module)
-        pooled = any(isinstance(link, Convolution) and link.compiled for link in self.links)
+        has_pooling = any(isinstance(link, Convolution) and link.compiled for link in self.links)
         library = native.library_or_reason()
-        if pooled and device.type == "cpu" and isinstance(library, str):
+        if has_pooling and device.type == "cpu" and isinstance(library, str):
             raise NoStack(library)
-        self.unclipped = unpooled(self.links)  # why samples are not clipped
+        self.refusal = clipping_refusal(self.links)  # why samples are not clipped
         if device.type != "cpu":
-            self.unclipped = self.unclipped or "compiled code is for the CPU"
+            self.refusal = self.refusal or "compiled code is for the CPU"
         layers = [link for link in self.links if isinstance(link, WeightedLayer)]
-        every = [part for layer in layers for part in (layer.weight, layer.bias) if part]
-        self.parameters = sorted(every, key=lambda parameter: parameter.place)
+        all_parameters = [part for layer in layers for part in (layer.weight, layer.bias) if part]
+        self.parameters = sorted(all_parameters, key=lambda parameter: parameter.place)
         sizes = [prod(parameter.shape) for parameter in self.parameters]
         super().__init__(module, local, device, task, sizes)
 
@@ -389,13 +390,13 @@ class Convolutional(OneByOne):
     def _client(
         self, parameters: torch.Tensor, chunk: ChunkData, slot: int
     ) -> tuple[torch.Tensor, float]:
-        drops = any(isinstance(link, Drop) for link in self.links)
-        with self._keyed(chunk, slot) if drops else nullcontext():
+        has_dropout = any(isinstance(link, Drop) for link in self.links)
+        with self._seed_generators(chunk, slot) if has_dropout else nullcontext():
             return super()._client(parameters, chunk, slot)
 
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
-        if clip is not None and self.unclipped:
-            raise NoStack(self.unclipped)
+        if clip is not None and self.refusal:
+            raise NoStack(self.refusal)
         return self._pass(x, y, clip, None)
 
     def _descend(self, x: torch.Tensor, y: torch.Tensor, descent: Descent) -> torch.Tensor:
@@ -412,30 +413,32 @@ class Convolutional(OneByOne):
         a = x.to(dtype)
         passes = []
         for link in self.links:
-            a, saved = link.forward(a, flat)
-            passes.append(saved)
-        loss, g = self._of_loss(a.float(), y)
+            a, context = link.forward(a, flat)
+            passes.append(context)
+        loss, g = self._loss_gradient(a.float(), y)
         g = g.to(dtype) if clip is None else g * len(x)
         layers = []
         for place in reversed(range(len(self.links))):
-            link, saved = self.links[place], passes.pop()
-            by_input = link.backward(g, saved, flat, first=place == 0)
+            link, context = self.links[place], passes.pop()
+            by_input = link.backward(g, context, flat, is_first=place == 0)
             if isinstance(link, Convolution | Dense):
                 if clip is None:
-                    link.total(g, saved, None, gradients)
+                    link.total(g, context, None, gradients)
                 else:
-                    layers.append((link, g, saved))
+                    layers.append((link, g, context))
             g = by_input
         if clip is not None:
-            norms = torch.stack([link.squares(g, saved) for link, g, saved in layers])
+            norms = torch.stack([link.squares(g, context) for link, g, context in layers])
             self.factors.append(clip_factors(norms.sum(0).sqrt(), clip))
-            for link, g, saved in layers:
-                link.total(g, saved, self.factors[-1] / len(x), gradients)
+            for link, g, context in layers:
+                link.total(g, context, self.factors[-1] / len(x), gradients)
         return loss
 
-    def _of_loss(self, outputs: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss_gradient(
+        self, outputs: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean loss of a batch, and its gradient by the outputs."""
-        if self.task.closed() == "softmax":
+        if self.task.loss_form() == "softmax":
             log_p = torch.log_softmax(outputs, 1)
             classes = y[:, None]
             g = log_p.exp().sub_(torch.zeros_like(log_p).scatter_(1, classes, 1.0))

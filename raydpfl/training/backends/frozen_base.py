@@ -31,7 +31,7 @@ from raydpfl.methods.local.base import Local
 from raydpfl.models import lora
 from raydpfl.models.tasks import Classification, Task  # noqa: F401  (the example above)
 from raydpfl.training.backends.base import ChunkData, clip_factors
-from raydpfl.training.backends.vmap import Gradients, Masks, Named, Vmap
+from raydpfl.training.backends.vmap import Gradients, Masks, Vmap, Weights
 from raydpfl.training.layers.dropout import Dropout
 
 # bytes of activations in a pass, about: more clients at once lie in no cache
@@ -48,9 +48,9 @@ class _Pass:
 
     clients: int = 1
     samples: int = 1  # of all clients
-    now: Named = field(default_factory=dict)
+    parameters: Weights = field(default_factory=dict)
 
-    def of_samples(self, kind: str, value: Any) -> torch.Tensor:
+    def expand_samples(self, kind: str, value: Any) -> torch.Tensor:
         """An input of a layer for every sample, also one that is for all. Raises `NotOneBatch`."""
         if not isinstance(value, torch.Tensor) or not value.dim():
             raise NotOneBatch(f"{kind} takes more than tensors")
@@ -83,11 +83,11 @@ class _PerClient:
         bias = getattr(layer, "bias", None)
         self.frozen_bias = bias if self.products and "bias" not in names else None
 
-    def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
-        if named:
-            raise NotOneBatch(f"{self.kind} is given {next(iter(named))} by name")
-        inputs = tuple(self.running.of_samples(self.kind, value) for value in inputs)
-        parameters = {name: self.running.now[place] for name, place in self.names.items()}
+    def __call__(self, *inputs: Any, **keyword_inputs: Any) -> torch.Tensor:
+        if keyword_inputs:
+            raise NotOneBatch(f"{self.kind} is given {next(iter(keyword_inputs))} by name")
+        inputs = tuple(self.running.expand_samples(self.kind, value) for value in inputs)
+        parameters = {name: self.running.parameters[place] for name, place in self.names.items()}
         if not self.products:
             by_client = [value.unflatten(0, (self.running.clients, -1)) for value in inputs]
             return vmap(self._client, randomness="error")(parameters, *by_client).flatten(0, 1)
@@ -101,7 +101,7 @@ class _PerClient:
         outputs = outputs.view(*x.shape[:-1], -1)
         return outputs if self.frozen_bias is None else outputs + self.frozen_bias
 
-    def _client(self, parameters: Named, *inputs: torch.Tensor) -> torch.Tensor:
+    def _client(self, parameters: Weights, *inputs: torch.Tensor) -> torch.Tensor:
         inside = {f"layer.{name}": part for name, part in parameters.items()}
         return functional_call(self.plain, inside, inputs)
 
@@ -113,15 +113,15 @@ class _Adapted:
         """`names`: of the adapter's A and B in the module."""
         self.kind = type(layer).__name__
         self.plain = layer.forward
-        self.weight = lora.inputs_first(layer)
+        self.weight = lora.input_major_weight(layer)
         self.scale = scale
         self.names = names
         self.running = running
 
-    def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
-        (value,) = inputs or named.values()
-        x = self.running.of_samples(self.kind, value)
-        a, b = (self.running.now[name] for name in self.names)
+    def __call__(self, *inputs: Any, **keyword_inputs: Any) -> torch.Tensor:
+        (value,) = inputs or keyword_inputs.values()
+        x = self.running.expand_samples(self.kind, value)
+        a, b = (self.running.parameters[name] for name in self.names)
         if not torch.is_autocast_enabled(x.device.type):
             return AdaptedLinear.apply(self.plain, self.weight, self.scale, x, a, b)
         # autocast does not reach into a backward
@@ -185,19 +185,19 @@ class OneBatch(Vmap):
         layers = list(self.module.modules())
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         for layer in layers:
-            trained = {
+            trained_names = {
                 name: names[id(parameter)]
                 for name, parameter in layer.named_parameters(recurse=False)
                 if parameter.requires_grad
             }
-            halves = lora.halves(layer)
-            if trained:
-                layer.forward = _PerClient(layer, trained, self.running)
+            halves = lora.adapter_factors(layer)
+            if trained_names:
+                layer.forward = _PerClient(layer, trained_names, self.running)
             elif halves and all(half.requires_grad for half in halves):
-                scale = lora.take_off(layer)
+                scale = lora.remove_adapter(layer)
                 if scale is not None:
-                    of_halves = [names[id(half)] for half in halves]
-                    layer.forward = _Adapted(layer, scale, of_halves, self.running)
+                    half_names = [names[id(half)] for half in halves]
+                    layer.forward = _Adapted(layer, scale, half_names, self.running)
 
     def _gradients_of(self, chunk: ChunkData) -> Gradients:
         return partial(self._step, chunk)
@@ -205,7 +205,7 @@ class OneBatch(Vmap):
     def _step(
         self,
         chunk: ChunkData,
-        named: Named,
+        weights: Weights,
         x: torch.Tensor,
         y: torch.Tensor,
         shares: torch.Tensor,
@@ -215,26 +215,26 @@ class OneBatch(Vmap):
         clip = chunk.clip
         numbers = self.numbers + (sum(self.sizes) if clip is not None else 0)
         width = max(1, LIMIT // (4 * numbers * x.shape[1]))
-        passes: list[tuple[Any, ...]] = []
-        for first in range(0, len(shares), width):
-            span = slice(first, min(first + width, len(shares)))
+        parts: list[tuple[Any, ...]] = []
+        for start in range(0, len(shares), width):
+            span = slice(start, min(start + width, len(shares)))
             slots = range(span.start, span.stop)
-            parameters = {name: part[span] for name, part in named.items()}
+            parameters = {name: part[span] for name, part in weights.items()}
             share = shares[span]
             if not any(slot in chunk.slots for slot in slots):
-                none = {name: torch.zeros_like(part) for name, part in parameters.items()}
+                zero_gradients = {name: torch.zeros_like(part) for name, part in parameters.items()}
                 factors = [] if clip is None else [torch.ones_like(share)]
-                passes.append((none, torch.zeros_like(share[:, 0]), *factors))
+                parts.append((zero_gradients, torch.zeros_like(share[:, 0]), *factors))
                 continue
             batch = parameters, x[span], y[span], share, [mask[span] for mask in masks]
-            passes.append(self._means(*batch) if clip is None else self._bounded(*batch, clip))
-        if len(passes) == 1:
-            return passes[0]
-        gradients, *others = zip(*passes, strict=True)
-        joined = {name: torch.cat([part[name] for part in gradients]) for name in named}
-        return joined, *map(torch.cat, others)
+            parts.append(self._means(*batch) if clip is None else self._clipped_means(*batch, clip))
+        if len(parts) == 1:
+            return parts[0]
+        gradients, *other_outputs = zip(*parts, strict=True)
+        whole = {name: torch.cat([part[name] for part in gradients]) for name in weights}
+        return whole, *map(torch.cat, other_outputs)
 
-    def _one(self, named: Named, x: torch.Tensor) -> None:
+    def _run_sample(self, weights: Weights, x: torch.Tensor) -> None:
         """Counts what layers give for a sample. Raises `NotOneBatch` for draws, but dropout's."""
         counts = [1]
 
@@ -244,44 +244,44 @@ class OneBatch(Vmap):
 
         hook = register_module_forward_hook(count)
         try:
-            before = torch.get_rng_state()
-            self._outputs(named, torch.zeros_like(x), [])
-            if not torch.equal(before, torch.get_rng_state()):
+            rng_state = torch.get_rng_state()
+            self._outputs(weights, torch.zeros_like(x), [])
+            if not torch.equal(rng_state, torch.get_rng_state()):
                 raise NotOneBatch("it draws random numbers, and not by dropout")
         finally:
             hook.remove()
         self.numbers = sum(counts)
 
-    def _outputs(self, named: Named, x: torch.Tensor, masks: Masks) -> torch.Tensor:
+    def _outputs(self, weights: Weights, x: torch.Tensor, masks: Masks) -> torch.Tensor:
         """What the module gives for x [C, B, *shape], [C B, ...]."""
         self.running.clients = len(x)
         self.running.samples = len(x) * x.shape[1]
-        self.running.now = named
-        joined = [mask.flatten(0, 1) for mask in masks]
-        with self.autocast(), Dropout(joined) if joined else nullcontext():
+        self.running.parameters = weights
+        flat_masks = [mask.flatten(0, 1) for mask in masks]
+        with self.autocast(), Dropout(flat_masks) if flat_masks else nullcontext():
             return self.module(x.flatten(0, 1)).float()
 
-    def _bounded(
+    def _clipped_means(
         self,
-        named: Named,
+        weights: Weights,
         x: torch.Tensor,
         y: torch.Tensor,
         shares: torch.Tensor,
         masks: Masks,
         clip: float,
-    ) -> tuple[Named, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Weights, torch.Tensor, torch.Tensor]:
         """The same of samples' gradients that are clipped each, and the factors [C, B]."""
         clients, batch = shares.shape
-        by_sample = {name: part.repeat_interleave(batch, 0) for name, part in named.items()}
+        by_sample = {name: part.repeat_interleave(batch, 0) for name, part in weights.items()}
         rows = x.flatten(0, 1)[:, None], y.flatten(0, 1)[:, None]
         ones = shares.new_ones(clients * batch, 1)
-        of_samples = [mask.flatten(0, 1)[:, None] for mask in masks]
-        gradients, losses = self._means(by_sample, *rows, ones, of_samples)
+        sample_masks = [mask.flatten(0, 1)[:, None] for mask in masks]
+        gradients, losses = self._means(by_sample, *rows, ones, sample_masks)
         squares = [gradient.flatten(1).square().sum(1) for gradient in gradients.values()]
         factors = clip_factors(torch.stack(squares).sum(0).sqrt(), clip).view(clients, batch)
-        weights = (factors * shares)[:, None]
+        scales = (factors * shares)[:, None]
         sums = {
-            name: torch.bmm(weights, gradient.reshape(clients, batch, -1)).view(named[name].shape)
+            name: torch.bmm(scales, gradient.reshape(clients, batch, -1)).view(weights[name].shape)
             for name, gradient in gradients.items()
         }
         return sums, (losses.view(shares.shape) * shares).sum(1), factors

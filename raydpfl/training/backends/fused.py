@@ -26,11 +26,11 @@ from raydpfl.core.device import index
 from raydpfl.methods.local.base import LinearRule, Local
 from raydpfl.models.linear_stack import Layer, NoStack, aten, stack
 from raydpfl.models.tasks import Task
-from raydpfl.models.tasks.base import Closed
+from raydpfl.models.tasks.base import LossForm
 from raydpfl.training.backends.base import (
     ANY_RULE,
-    LOST,
     UNCLIPPED,
+    UNDERFLOW_SQUARE,
     Backend,
     Batches,
     Block,
@@ -45,9 +45,9 @@ VECTOR = 16  # the most float32 numbers that a processor takes at once
 
 
 class _Layer:
-    """A layer of C clients by its weights [C, out, in] and biases [C, 1, out]: `whole` those of all
-    slots, `now` of those that still make steps. A linear rule's step is made inside the backward
-    product; of any other rule `now` are views of the parameters.
+    """A layer of C clients by its weights [C, out, in] and biases [C, 1, out]: `all_parts` those of
+    all slots, `parts` of those that still make steps. A linear rule's step is made inside the
+    backward product; of any other rule `parts` are views of the parameters.
     """
 
     inputs: torch.Tensor  # of the last forward pass
@@ -58,7 +58,7 @@ class _Layer:
         parameters: torch.Tensor,
         chunk: ChunkData,
         linear: LinearRule | None,
-        now: torch.Tensor | None,
+        weights: torch.Tensor | None,
     ):
         self.layer = layer
         self.start = layer.views(parameters)
@@ -68,12 +68,13 @@ class _Layer:
         # proximal (x - start) the start's part.
         self.constant: list[torch.Tensor] = []
         if linear is None:
-            assert now is not None
-            self.follow(now)
+            assert weights is not None
+            self.follow(weights)
             return
         self.linear = linear
-        clients = len(chunk.sizes)
-        self.whole = self.now = [part.expand(clients, *part.shape).clone() for part in self.start]
+        count = len(chunk.sizes)
+        self.parts = [part.expand(count, *part.shape).clone() for part in self.start]
+        self.all_parts = self.parts
         if chunk.corrections is not None:
             self.constant = [part.contiguous() for part in layer.views(chunk.corrections)]
         if linear.proximal:
@@ -81,19 +82,19 @@ class _Layer:
             if self.constant:
                 pull = [a + b for a, b in zip(self.constant, pull, strict=True)]
             self.constant = pull
-        self.velocity = [torch.zeros_like(part) for part in self.now if linear.momentum]
+        self.velocity = [torch.zeros_like(part) for part in self.parts if linear.momentum]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The outputs [C, B, out], in memory [C, out, B], from the inputs, float32 [C, B, in]."""
         self.inputs = inputs
-        weight, *bias = self.now
+        weight, *bias = self.parts
         if bias:
             return torch.baddbmm(bias[0].mT, weight, inputs.mT).mT
         return torch.bmm(weight, inputs.mT).mT
 
     def backward(self, g: torch.Tensor) -> torch.Tensor:
         """The gradient by the inputs, laid out as they are, from `g` by the outputs."""
-        weight = self.now[0]
+        weight = self.parts[0]
         if self.inputs.is_contiguous():
             return torch.bmm(g, weight)
         return torch.bmm(weight.mT, g.mT).mT
@@ -104,8 +105,8 @@ class _Layer:
         factors, as the other one may be large.
         """
         norms = torch.linalg.vector_norm(self.inputs, dim=2, keepdim=True)
-        inputs = norms.square_().add_(len(self.now) - 1 + LOST * self.inputs.shape[2])
-        return inputs.mul_(g.square().sum(2, keepdim=True).add_(LOST * g.shape[2]))
+        inputs = norms.square_().add_(len(self.parts) - 1 + UNDERFLOW_SQUARE * self.inputs.shape[2])
+        return inputs.mul_(g.square().sum(2, keepdim=True).add_(UNDERFLOW_SQUARE * g.shape[2]))
 
     def gradient(self, g: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the layer's part of the gradients into `out` [C, d]."""
@@ -116,37 +117,37 @@ class _Layer:
 
     def follow(self, parameters: torch.Tensor) -> None:
         """Takes `parameters` [C, d], which a rule has stepped to."""
-        self.whole = self.now = self.layer.views(parameters)
+        self.all_parts = self.parts = self.layer.views(parameters)
 
-    def step(self, g: torch.Tensor, noise: torch.Tensor | None, done: torch.Tensor | None) -> None:
-        """A linear rule's step by `g` [C, B, out] and noise [C, d], but for `done` slots."""
-        before = [] if done is None else [part[done] for part in self.now]
+    def step(self, g: torch.Tensor, noise: torch.Tensor | None, slots: torch.Tensor | None) -> None:
+        """A linear rule's step by `g` [C, B, out] and noise [C, d], but for finished `slots`."""
+        copies = [] if slots is None else [part[slots] for part in self.parts]
         decay = self.linear.decay + self.linear.proximal
-        moved = self.velocity or self.now
+        targets = self.velocity or self.parts
         keep, step = step_factors(self.linear, self.lr)
-        moved[0].baddbmm_(g.mT, self.inputs, beta=keep, alpha=step)
-        for bias in moved[1:]:
-            scaled = bias if keep == 1 else bias.mul_(keep)
-            scaled.add_(g.sum(1, keepdim=True), alpha=step)
-        added = [self.constant] if noise is None else [self.constant, self.layer.views(noise)]
-        for parts in added:
-            for part, more in zip(moved, parts, strict=False):
-                part.add_(more, alpha=step)
-        for now, velocity in zip(self.now, self.velocity, strict=False):
-            now.sub_(velocity.add_(now, alpha=decay), alpha=self.lr)
-        for part, still in zip(self.now, before, strict=False):
-            part[done] = still
+        targets[0].baddbmm_(g.mT, self.inputs, beta=keep, alpha=step)
+        for bias in targets[1:]:
+            scaled_bias = bias if keep == 1 else bias.mul_(keep)
+            scaled_bias.add_(g.sum(1, keepdim=True), alpha=step)
+        extra_terms = [self.constant] if noise is None else [self.constant, self.layer.views(noise)]
+        for parts in extra_terms:
+            for part, term in zip(targets, parts, strict=False):
+                part.add_(term, alpha=step)
+        for part, velocity in zip(self.parts, self.velocity, strict=False):
+            part.sub_(velocity.add_(part, alpha=decay), alpha=self.lr)
+        for part, values in zip(self.parts, copies, strict=False):
+            part[slots] = values
 
     def narrow(self, count: int) -> None:
         """Goes on with the first slots alone."""
-        self.now = [part[:count] for part in self.now]
+        self.parts = [part[:count] for part in self.parts]
         self.velocity = [part[:count] for part in self.velocity]
         self.constant = [part[:count] for part in self.constant]
 
     def delta(self, slots: slice, out: torch.Tensor) -> None:
         """Writes the layer's part of the slots' updates into `out` [slots, d]."""
-        for part, now, start in zip(self.layer.views(out), self.whole, self.start, strict=True):
-            torch.sub(now[slots], start, out=part)
+        for part, end, start in zip(self.layer.views(out), self.all_parts, self.start, strict=True):
+            torch.sub(end[slots], start, out=part)
 
 
 def step_factors(linear: LinearRule, lr: float) -> tuple[float, float]:
@@ -165,12 +166,12 @@ class _Loss:
     `VECTOR`, as columns that fill no vector would be rounded otherwise.
     """
 
-    def __init__(self, target: torch.Tensor, batches: Batches, closed: Closed):
-        """`target` [C, n, out] is as `_target` gives it; `closed` is the form of the loss."""
-        self.squares = closed == "squares"
+    def __init__(self, target: torch.Tensor, batches: Batches, loss_form: LossForm):
+        """`target` [C, n, out] is as `_target` gives it; `loss_form` is the form of the loss."""
+        self.squares = loss_form == "squares"
         self.batches = batches
         self.target = target.neg().flatten(0, 1).mT.contiguous()  # [out, C n]
-        self.ended = target.new_zeros(len(target))  # losses of slots that make no more steps
+        self.finished_losses = target.new_zeros(len(target))  # of slots that make no more steps
         self._begin(len(target))
 
     def _begin(self, count: int) -> None:
@@ -179,21 +180,22 @@ class _Loss:
         batch = shares.shape[2]
         outputs = len(self.target)
         self.columns = count * batch
-        padded = -(-self.columns // VECTOR) * VECTOR
+        width = -(-self.columns // VECTOR) * VECTOR
         self.shape = (count, batch, outputs)
-        self.strides = (batch, 1, padded)
-        self.outputs, self.wanted, self.total = self.target.new_zeros(3, outputs, padded).unbind()
-        self.shares = self.target.new_zeros(padded)
+        self.strides = (batch, 1, width)
+        zeros = self.target.new_zeros(3, outputs, width)
+        self.outputs, self.batch_target, self.total = zeros.unbind()
+        self.shares = self.target.new_zeros(width)
         self.seen = self._rows_of(self.outputs)
         if rows is None:
-            self.wanted[:, : self.columns] = self.target[:, : self.columns]
+            self.batch_target[:, : self.columns] = self.target[:, : self.columns]
 
     def narrow(self, count: int) -> None:
         """Goes on with the first slots alone."""
-        self.ended = self.sums()
-        before = self.total
+        self.finished_losses = self.sums()
+        previous_total = self.total
         self._begin(count)
-        self.total[:, : self.columns] = before[:, : self.columns]
+        self.total[:, : self.columns] = previous_total[:, : self.columns]
 
     def _rows_of(self, columns: torch.Tensor) -> torch.Tensor:
         """The columns as [C, B, out]."""
@@ -204,20 +206,20 @@ class _Loss:
         rows, shares = self.batches[k]
         self.seen.copy_(a)
         if rows is not None:  # past the last column any row, of share 0
-            picked = F.pad(rows, (0, self.shares.numel() - self.columns))
-            self.wanted = self.target.index_select(1, picked)
+            padded_rows = F.pad(rows, (0, self.shares.numel() - self.columns))
+            self.batch_target = self.target.index_select(1, padded_rows)
         self.shares[: self.columns].view(self.shape[:2]).copy_(shares[:, 0])
         if self.squares:
-            off = self.outputs + self.wanted
-            g = off / len(off) if len(off) > 1 else off
+            residuals = self.outputs + self.batch_target
+            g = residuals / len(residuals) if len(residuals) > 1 else residuals
             share = g * self.shares
-            self.total.addcmul_(share, off, value=0.5)
+            self.total.addcmul_(share, residuals, value=0.5)
             return self._rows_of(g).contiguous() if by_sample else self._rows_of(share)
-        share = self.wanted * self.shares
+        share = self.batch_target * self.shares
         log_p = torch.log_softmax(self.outputs, 0)
         self.total.addcmul_(log_p, share)
-        # as autograd has it: y - p sum(y) for what y = -wanted is multiplied by
-        g = by_log_p(self.wanted if by_sample else share, log_p, 0, log_p.dtype)
+        # as autograd has it: y - p sum(y) for what y = -batch_target is multiplied by
+        g = by_log_p(self.batch_target if by_sample else share, log_p, 0, log_p.dtype)
         # Sample by sample where norms are taken: a sum over columns would be taken otherwise for
         # other numbers of them.
         return self._rows_of(g).contiguous() if by_sample else self._rows_of(g)
@@ -226,23 +228,23 @@ class _Loss:
         """Each client's losses, its mean of every step added up, [C]."""
         # client by client: a sum over columns, as they lie with batches of one row, would be taken
         # otherwise for other numbers of them
-        some = self._rows_of(self.total).flatten(1).contiguous().sum(1)
-        return torch.cat([some, self.ended[len(some) :]])
+        active_sums = self._rows_of(self.total).flatten(1).contiguous().sum(1)
+        return torch.cat([active_sums, self.finished_losses[len(active_sums) :]])
 
 
 class _Training:
     """A chunk in training: its layers, the first of them first, and what its steps leave."""
 
-    def __init__(self, fused: Fused, parameters: torch.Tensor, chunk: ChunkData):
+    def __init__(self, backend: Fused, parameters: torch.Tensor, chunk: ChunkData):
         self.chunk = chunk
         self.batches = chunk.batches()
         x, y = chunk.rows()
         self.x = x.flatten(2)
-        linear = fused.local.linear()
-        self.rule = None if linear else Rule.of_chunk(fused.local, parameters, chunk)
-        now = None if self.rule is None else self.rule.x
-        self.layers = [_Layer(layer, parameters, chunk, linear, now) for layer in fused.layers]
-        self.loss = _Loss(_target(y, fused.layers[-1].outputs), self.batches, fused.closed)
+        linear = backend.local.linear()
+        self.rule = None if linear else Rule.from_chunk(backend.local, parameters, chunk)
+        flat = None if self.rule is None else self.rule.x
+        self.layers = [_Layer(layer, parameters, chunk, linear, flat) for layer in backend.layers]
+        self.loss = _Loss(_target(y, backend.layers[-1].outputs), self.batches, backend.loss_form)
         self.factors: list[torch.Tensor] = []  # that samples' gradients were clipped by
 
     def train(self) -> np.ndarray:
@@ -283,23 +285,23 @@ class _Training:
     def _backward(self, g: torch.Tensor, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients by every layer's outputs before activation, the last layer's first."""
         gradients: list[torch.Tensor] = []
-        later: _Layer | None = None
+        next_layer: _Layer | None = None
         for layer, a in zip(reversed(self.layers), reversed(outputs), strict=True):
-            if later is not None:
-                g = later.backward(g)
+            if next_layer is not None:
+                g = next_layer.backward(g)
             if layer.layer.activation:
                 g = layer.layer.activation.backward(g, a)
             gradients.append(g)
-            later = layer
+            next_layer = layer
         return gradients
 
     def _step(self, gradients: list[torch.Tensor], k: int) -> None:
         noise = self.chunk.step_noise(k)
         layers = zip(reversed(self.layers), gradients, strict=True)
         if self.rule is None:
-            done = self.chunk.done(k)
+            finished_slots = self.chunk.finished_slots(k)
             for layer, g in layers:
-                layer.step(g, noise, done)
+                layer.step(g, noise, finished_slots)
             return
         gradient = gradients[0].new_empty(len(gradients[0]), self.rule.x.shape[1])
         for layer, g in layers:
@@ -321,12 +323,12 @@ def _target(y: torch.Tensor, outputs: int) -> torch.Tensor:
 class Fused(Backend):
     """See the module. Raises `NoStack` for what is no stack of linear layers."""
 
-    can = frozenset({UNCLIPPED, ANY_RULE})
+    capabilities = frozenset({UNCLIPPED, ANY_RULE})
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
         self.layers = stack(module)
-        self.closed = closed_form(task)
+        self.loss_form = closed_form(task)
 
     def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
         with torch.inference_mode():
@@ -344,9 +346,9 @@ class Fused(Backend):
             yield Block(slots, updates, losses[slots])
 
 
-def closed_form(task: Task) -> Closed:
+def closed_form(task: Task) -> LossForm:
     """Of the task's loss. Raises `NoStack` where its gradient is not written out here."""
-    closed = task.closed()
-    if closed is None:
+    form = task.loss_form()
+    if form is None:
         raise NoStack(f"the gradient of the loss of task {task.kind} is not written out here")
-    return closed
+    return form

@@ -52,8 +52,8 @@ from raydpfl.methods.local.base import Local
 from raydpfl.models.tasks import Task
 from raydpfl.training.backends.base import (
     BFLOAT16,
-    LOST,
     UNCLIPPED,
+    UNDERFLOW_SQUARE,
     Block,
     ChunkData,
     clip_factors,
@@ -94,13 +94,13 @@ class _Leaf:
         return type(self.layer).__name__
 
     def hook(
-        self, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
+        self, layer: nn.Module, inputs: tuple[Any, ...], keyword_inputs: dict[str, Any], output: Any
     ) -> None:
         """A forward hook."""
         if self.inputs:
             raise NotLayerwise(f"{self.kind} is called more than once")
         tensors = (*inputs, output)
-        if named or not all(isinstance(t, torch.Tensor) and t.dim() for t in tensors):
+        if keyword_inputs or not all(isinstance(t, torch.Tensor) and t.dim() for t in tensors):
             raise NotLayerwise(f"{self.kind} takes or gives more than tensors")
         if len({len(tensor) for tensor in tensors}) > 1:
             raise NotLayerwise(f"the first axis of {self.kind}'s inputs is not that of its output")
@@ -121,10 +121,10 @@ class _Leaf:
         if [tensor._version for tensor in self.inputs] != self.versions:
             raise NotLayerwise(f"the input of {self.kind} is changed in place after it")
         for name, place in self.places:
-            yield place, RULES.get(type(self.layer), _other)(self.layer, name, self.inputs, g)
+            yield place, RULES.get(type(self.layer), _vmap)(self.layer, name, self.inputs, g)
 
 
-def _ghostly(layer: nn.Module, name: str, output: tuple[int, ...]) -> bool:
+def _uses_ghost_norm(layer: nn.Module, name: str, output: tuple[int, ...]) -> bool:
     """Whether the ghost norm by this parameter is possible, and cheaper than gradients."""
     if (
         name != "weight"
@@ -139,57 +139,58 @@ def _ghostly(layer: nn.Module, name: str, output: tuple[int, ...]) -> bool:
     return positions**2 * (inputs + outputs) < GHOST * inputs * outputs
 
 
-def _formed(gradients: torch.Tensor) -> Term:
+def _gradient_term(gradients: torch.Tensor) -> Term:
     flat = gradients.flatten(1)
     return torch.linalg.vector_norm(flat, dim=1).square(), lambda s: (s @ flat).view(
         gradients.shape[1:]
     )
 
 
-def _ghost(a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+def _ghost_squares(a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """[B], from a [B, T, D] and g [B, T, p]."""
-    one = a.shape[1] == 1
+    single_position = a.shape[1] == 1
     # of the norms, so that neither underflow nor the slack's makes them too small
     inputs, outputs = (
-        torch.linalg.vector_norm(part, dim=2) + sqrt(part.shape[2] * LOST / (1 if one else SLACK))
+        torch.linalg.vector_norm(part, dim=2)
+        + sqrt(part.shape[2] * UNDERFLOW_SQUARE / (1 if single_position else SLACK))
         for part in (a, g)
     )
     squares = (inputs * outputs).sum(1).square()
-    if one:
+    if single_position:
         return squares
     return (torch.bmm(a, a.mT) * torch.bmm(g, g.mT)).sum((1, 2)) + squares * SLACK
 
 
-def _scaled(g: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+def _scale(g: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     return g * s.view(-1, *[1] * (g.dim() - 1))
 
 
 def _linear(layer: nn.Linear, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> Term:
-    ghost = _ghostly(layer, name, g.shape)
+    ghost = _uses_ghost_norm(layer, name, g.shape)
     a, g = (part.reshape(len(g), -1, part.shape[-1]) for part in (*inputs, g))
     if name == "bias":
-        return _formed(g.sum(1))
+        return _gradient_term(g.sum(1))
     if ghost:
-        return _ghost(a, g), lambda s: _scaled(g, s).flatten(0, 1).T @ a.flatten(0, 1)
-    return _formed(torch.bmm(g.mT, a))
+        return _ghost_squares(a, g), lambda s: _scale(g, s).flatten(0, 1).T @ a.flatten(0, 1)
+    return _gradient_term(torch.bmm(g.mT, a))
 
 
-def _by_weight(
+def _weight_gradient(
     layer: _ConvNd, padding: tuple[int, ...], x: torch.Tensor, g: torch.Tensor, times: int
 ) -> torch.Tensor:
     """The gradient by a weight that is `times` as many channels and groups as the layer's."""
     weight = x.new_empty(times * layer.weight.shape[0], *layer.weight.shape[1:])
     strides = (layer.stride, padding, layer.dilation)
     geometry = (*strides, layer.transposed, layer.output_padding, times * layer.groups)
-    which = (False, True, False)
-    return torch.ops.aten.convolution_backward(g, x, weight, None, *geometry, which)[1]
+    output_mask = (False, True, False)
+    return torch.ops.aten.convolution_backward(g, x, weight, None, *geometry, output_mask)[1]
 
 
 def _convolution(
     layer: _ConvNd, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor
 ) -> Term:
     if name == "bias":
-        return _formed(g.sum(tuple(range(2, g.dim()))))
+        return _gradient_term(g.sum(tuple(range(2, g.dim()))))
     (x,) = inputs
     shape = layer.weight.shape
     padding: str | tuple[int, ...] = layer.padding
@@ -198,18 +199,18 @@ def _convolution(
         x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
         padding = (0,) * len(layer.kernel_size)
 
-    backward = functools.partial(_by_weight, layer, padding)
-    if _ghostly(layer, name, g.shape):
+    backward = functools.partial(_weight_gradient, layer, padding)
+    if _uses_ghost_norm(layer, name, g.shape):
         patches = _patches(layer, x, padding, g.shape[2:])
-        return _ghost(patches.mT, g.flatten(2).mT), lambda s: backward(x, _scaled(g, s), 1)
+        return _ghost_squares(patches.mT, g.flatten(2).mT), lambda s: backward(x, _scale(g, s), 1)
     if type(layer) is nn.Conv2d and layer.groups == 1 and layer.weight[0].numel() <= SMALL_FILTER:
         patches = _patches(layer, x, padding, g.shape[2:])
-        return _formed(torch.bmm(patches, g.flatten(2).mT).mT.reshape(len(g), *shape))
+        return _gradient_term(torch.bmm(patches, g.flatten(2).mT).mT.reshape(len(g), *shape))
     # every sample in channels of its own
     inputs_by_sample = x.reshape(1, -1, *x.shape[2:])
     outputs_by_sample = g.reshape(1, -1, *g.shape[2:])
     gradients = backward(inputs_by_sample, outputs_by_sample, len(g))
-    return _formed(gradients.reshape(len(g), *shape))
+    return _gradient_term(gradients.reshape(len(g), *shape))
 
 
 def _patches(
@@ -236,29 +237,29 @@ def _norm(
     if isinstance(layer, nn.GroupNorm):
         normal = functools.partial(F.group_norm, x, layer.num_groups, eps=layer.eps)
         shape = (layer.num_channels, -1)
-        over = 2
+        axis = 2
     else:
         normal = functools.partial(F.layer_norm, x, layer.normalized_shape, eps=layer.eps)
         shape = (-1, *layer.normalized_shape)
-        over = 1
-    return _formed((g if name == "bias" else g * normal()).reshape(len(g), *shape).sum(over))
+        axis = 1
+    return _gradient_term((g if name == "bias" else g * normal()).reshape(len(g), *shape).sum(axis))
 
 
-def _other(layer: nn.Module, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> Term:
+def _vmap(layer: nn.Module, name: str, inputs: tuple[torch.Tensor, ...], g: torch.Tensor) -> Term:
     def gradient(g: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         def output(parameter: torch.Tensor) -> torch.Tensor:
             return functional_call(layer, {name: parameter}, tuple(value[None] for value in inputs))
 
         return vjp(output, layer.get_parameter(name).detach())[1](g[None])[0]
 
-    return _formed(vmap(gradient)(g, *inputs))
+    return _gradient_term(vmap(gradient)(g, *inputs))
 
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 RULES: dict[type[nn.Module], Callable[[Any, str, tuple[torch.Tensor, ...], torch.Tensor], Term]] = {
     nn.Linear: _linear,
-    **dict.fromkeys((*CONVOLUTIONS, *TRANSPOSED), _convolution),
+    **dict.fromkeys((*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS), _convolution),
     **dict.fromkeys((nn.GroupNorm, nn.LayerNorm), _norm),
 }
 
@@ -268,18 +269,18 @@ def _places(layer: nn.Module, places: dict[int, int]) -> list[tuple[str, int]]:
     of every parameter by its id. Raises `NotLayerwise`.
     """
     kind = type(layer).__name__
-    if isinstance(layer, _BatchNorm) and not models.is_still(layer):
+    if isinstance(layer, _BatchNorm) and not models.has_frozen_buffer(layer):
         raise NotLayerwise(f"{kind} mixes the samples of a batch")
-    trained = []
+    pairs = []
     for name, parameter in layer.named_parameters(recurse=False):
         if not parameter.requires_grad:
             continue
         if id(parameter) not in places:
             raise NotLayerwise(f"a parameter of {kind} is tied to another layer's")
-        trained.append((name, places.pop(id(parameter))))
-    if trained and len(list(layer.parameters())) > len(list(layer.parameters(recurse=False))):
+        pairs.append((name, places.pop(id(parameter))))
+    if pairs and len(list(layer.parameters())) > len(list(layer.parameters(recurse=False))):
         raise NotLayerwise(f"{kind} has parameters outside of its layers")
-    return trained
+    return pairs
 
 
 class Layerwise(Loop):
@@ -288,14 +289,14 @@ class Layerwise(Loop):
     samples along the first axis.
     """
 
-    can = Loop.can - {UNCLIPPED, BFLOAT16}
+    capabilities = Loop.capabilities - {UNCLIPPED, BFLOAT16}
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
         self.samples: int | None = None  # of a pass
         places = {id(parameter): place for place, parameter in enumerate(self.trainable)}
-        trained = [(layer, _places(layer, places)) for layer in self.module.modules()]
-        self.leaves = [_Leaf(layer, parameters) for layer, parameters in trained if parameters]
+        layer_places = [(layer, _places(layer, places)) for layer in self.module.modules()]
+        self.leaves = [_Leaf(layer, parameters) for layer, parameters in layer_places if parameters]
 
     def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
         if self.samples is None:
@@ -308,7 +309,7 @@ class Layerwise(Loop):
                 numbers += sum(
                     prod(self.shapes[place])
                     for name, place in leaf.places
-                    if not _ghostly(leaf.layer, name, leaf.output)
+                    if not _uses_ghost_norm(leaf.layer, name, leaf.output)
                 )
             self.samples = max(1, LIMIT // (4 * numbers))
         yield from super().run(parameters, chunk)

@@ -13,9 +13,9 @@ from torch import nn
 
 from raydpfl import models
 from raydpfl.methods.local.base import Local
-from raydpfl.models.shared_and_local import fill, joined, local_buffers
+from raydpfl.models.shared_and_local import concatenate, fill, local_buffers
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import ALL, LOCAL_BUFFERS, TRAIN, ChunkData, clip_factors
+from raydpfl.training.backends.base import CORE, LOCAL_BUFFERS, TRAIN, ChunkData, clip_factors
 from raydpfl.training.backends.per_client import Descent, OneByOne
 from raydpfl.training.layers.dropout import RowMajor
 from raydpfl.training.layers.tap_crop import CLOSE, crop, images_of, set_leaf
@@ -28,7 +28,7 @@ class Loop(OneByOne):
     module are keyed by the client, and its buffers start afresh with each.
     """
 
-    can = frozenset(ALL | {TRAIN, LOCAL_BUFFERS})
+    capabilities = frozenset(CORE | {TRAIN, LOCAL_BUFFERS})
     module: nn.Module
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
@@ -46,12 +46,12 @@ class Loop(OneByOne):
         self.shapes = [parameter.shape for parameter in self.trainable]
         sizes = [shape.numel() for shape in self.shapes]
         super().__init__(module, local, device, task, sizes)
-        self.now = self._views(self.flat)
+        self.views = self._views(self.flat)
         self.gradients = self._views(self.gradient)
-        for parameter, now in zip(self.trainable, self.now, strict=True):
-            parameter.data = now
+        for parameter, view in zip(self.trainable, self.views, strict=True):
+            parameter.data = view
         # places of the parameters of which a part is a leaf; None: not looked for yet
-        self.cropped: list[int] | None = None
+        self.cropped_places: list[int] | None = None
         self.buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -67,58 +67,58 @@ class Loop(OneByOne):
     def _client(
         self, parameters: torch.Tensor, chunk: ChunkData, slot: int
     ) -> tuple[torch.Tensor, float]:
-        if self.cropped is None and not self.local.trains:
+        if self.cropped_places is None and not self.local.trains:
             self._load(parameters)
             self._crop(*next(self._batches(chunk, slot)))
         for buffer, initial in self.buffers:
             buffer.copy_(initial)
         if chunk.starts is not None:
             fill(local_buffers(self.module), chunk.starts.initial[slot, len(parameters) :])
-        with self._keyed(chunk, slot):
+        with self._seed_generators(chunk, slot):
             if self.local.trains:
-                return self._user_defined(parameters, chunk, slot)
-            trained = super()._client(parameters, chunk, slot)
+                return self._train_user_defined(parameters, chunk, slot)
+            update_and_loss = super()._client(parameters, chunk, slot)
             if chunk.starts is not None:  # a forward may have replaced the buffers
-                final = joined(local_buffers(self.module))
+                final = concatenate(local_buffers(self.module))
                 chunk.starts.final[slot, len(parameters) :] = final
-            return trained
+            return update_and_loss
 
     def _crop(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Takes the taps that see padding alone out of the convolutions, if the gradient on a batch
         then is as before: a module may read the weight of a layer itself.
         """
-        self.cropped = []
+        self.cropped_places = []
         places = {id(parameter): place for place, parameter in enumerate(self.trainable)}
         parts = {}
         if not any(type(layer) is nn.Conv2d for layer in self.module.modules()):
             return
         with torch.random.fork_rng(devices=[]):
-            taken = images_of(self.module, lambda: self.module(x))
-        for layer, images in taken.items():
+            layer_images = images_of(self.module, lambda: self.module(x))
+        for layer, images in layer_images.items():
             part = crop(layer, images[0]) if len(images) == 1 else None
             if part is not None and id(layer.weight) in places:
                 parts[places[id(layer.weight)]] = layer, part
         if not parts:
             return
-        expected = self._tried(x, y)
-        whole = self.trainable, self.now, self.gradients
-        self.trainable, self.now, self.gradients = (list(each) for each in whole)
+        reference = self._trial_gradient(x, y)
+        full_tensors = self.trainable, self.views, self.gradients
+        self.trainable, self.views, self.gradients = (list(tensors) for tensors in full_tensors)
         for place, (layer, part) in parts.items():
-            self.now[place] = self.now[place][part]
+            self.views[place] = self.views[place][part]
             self.gradients[place] = self.gradients[place][part]
-            self.trainable[place] = self.now[place].detach().requires_grad_()
+            self.trainable[place] = self.views[place].detach().requires_grad_()
             set_leaf(layer, self.trainable[place])
             layer.weight.requires_grad_(False).grad = None
-        self.cropped = list(parts)
-        found = self._tried(x, y)
-        if not torch.allclose(found, expected, CLOSE, CLOSE * float(expected.abs().max())):
+        self.cropped_places = list(parts)
+        gradient = self._trial_gradient(x, y)
+        if not torch.allclose(gradient, reference, CLOSE, CLOSE * float(reference.abs().max())):
             for layer, _ in parts.values():
                 del layer.forward
                 layer.weight.requires_grad_(True)
-            self.trainable, self.now, self.gradients = whole
-            self.cropped = []
+            self.trainable, self.views, self.gradients = full_tensors
+            self.cropped_places = []
 
-    def _tried(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def _trial_gradient(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The gradient, with draws that are always the same."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -133,13 +133,13 @@ class Loop(OneByOne):
         with torch.no_grad():
             if descent.shrink != 1:
                 self.flat.mul_(descent.shrink)
-            moving = [
-                (now, parameter.grad)
-                for now, parameter in zip(self.now, self.trainable, strict=True)
+            updates = [
+                (view, parameter.grad)
+                for view, parameter in zip(self.views, self.trainable, strict=True)
                 if parameter.grad is not None
             ]
-            if moving:
-                torch._foreach_add_(*zip(*moving, strict=True), alpha=-descent.lr)
+            if updates:
+                torch._foreach_add_(*zip(*updates, strict=True), alpha=-descent.lr)
         return loss.detach()
 
     def _loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -151,16 +151,16 @@ class Loop(OneByOne):
         if clip is None:
             for parameter, gradient in zip(self.trainable, self.gradients, strict=True):
                 parameter.grad = gradient
-            cropped = self.cropped or ()
-            for place in cropped:
+            cropped_places = self.cropped_places or ()
+            for place in cropped_places:
                 self.trainable[place].grad = None  # whose memory has gaps
             self.gradient.zero_()
             loss = self._loss(x, y)
             loss.backward()
-            for place in cropped:
-                found = self.trainable[place].grad
-                if found is not None:
-                    self.gradients[place].copy_(found)
+            for place in cropped_places:
+                leaf_gradient = self.trainable[place].grad
+                if leaf_gradient is not None:
+                    self.gradients[place].copy_(leaf_gradient)
             return loss.detach()
         total = torch.zeros_like(self.gradient)
         losses = torch.zeros((), device=self.device)
@@ -173,7 +173,7 @@ class Loop(OneByOne):
         torch.div(total, len(x), out=self.gradient)
         return losses / len(x)
 
-    def _user_defined(
+    def _train_user_defined(
         self, parameters: torch.Tensor, chunk: ChunkData, slot: int
     ) -> tuple[torch.Tensor, float]:
         """The update by `Local.train`, on copies, and the mean loss before. Raises ValueError."""
@@ -189,12 +189,12 @@ class Loop(OneByOne):
                 for rows, labels in zip(x.split(ROWS), y.split(ROWS), strict=True)
             )
         module.train()
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        originals = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.local.train(module, x, y, chunk.generator(slot))
-        remaining = {id(parameter) for parameter in module.parameters()}
-        if not all(id(parameter) in remaining for parameter in trained):
+        remaining_ids = {id(parameter) for parameter in module.parameters()}
+        if not all(id(parameter) in remaining_ids for parameter in originals):
             raise ValueError("train puts other parameters in the place of the module's")
-        flat = torch.cat([parameter.detach().float().reshape(-1) for parameter in trained])
+        flat = torch.cat([parameter.detach().float().reshape(-1) for parameter in originals])
         if len(flat) != len(parameters):
             raise ValueError(f"train leaves {len(flat)} parameters of {len(parameters)}")
         if chunk.starts is not None:

@@ -11,7 +11,7 @@ from torch import nn
 from raydpfl.core.device import sent
 from raydpfl.methods.local.base import Local
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import ALL, Backend, Block, ChunkData, Rule
+from raydpfl.training.backends.base import CORE, Backend, Block, ChunkData, Rule
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -29,7 +29,7 @@ class OneByOne(Backend):
     step is one or two operations in place over all of them and needs no optimiser.
     """
 
-    can = frozenset(ALL)
+    capabilities = frozenset(CORE)
     one_by_one = True
     channels_last = False  # whether images lie so that a pixel's channels are next to each other
 
@@ -72,14 +72,14 @@ class OneByOne(Backend):
         """The update, float32 [d], and the mean loss of one client."""
         loss = self._train(parameters, chunk, slot)
         final = torch.empty_like(parameters)
-        for now, out in zip(self._views(self.flat), final.split(self.sizes), strict=True):
-            out.view(now.shape).copy_(now)
+        for view, out in zip(self._views(self.flat), final.split(self.sizes), strict=True):
+            out.view(view.shape).copy_(view)
         if chunk.starts is not None:
             chunk.starts.final[slot, : len(parameters)] = final
         return final - chunk.start(parameters, slot)[: len(parameters)], loss
 
     @contextmanager
-    def _keyed(self, chunk: ChunkData, slot: int) -> Iterator[None]:
+    def _seed_generators(self, chunk: ChunkData, slot: int) -> Iterator[None]:
         """Within, torch's generators are those of a client."""
         cuda = self.device.type == "cuda"
         with torch.random.fork_rng(devices=[self.device] if cuda else []):
@@ -114,9 +114,9 @@ class OneByOne(Backend):
             step(k, batch)
         shares = [torch.cat(self.factors).lt(1).double().mean()] if self.factors else []
         # a GPU is waited for once
-        loss, *clipped = torch.stack([losses.double(), *shares]).tolist()
-        if clipped and chunk.clipped is not None:
-            chunk.clipped[slot] = clipped[0]
+        loss, *clipped_shares = torch.stack([losses.double(), *shares]).tolist()
+        if clipped_shares and chunk.clipped is not None:
+            chunk.clipped[slot] = clipped_shares[0]
         return loss / int(chunk.steps[slot])
 
     def _batches(self, chunk: ChunkData, slot: int) -> Iterator[Batch]:
@@ -138,7 +138,7 @@ class OneByOne(Backend):
         linear = self.local.linear()
         model = self.flat.clone()
         rule = None if linear else Rule(self.local, chunk, model, model, correction)
-        about = (
+        move_arguments = (
             [self.velocity.zero_()],
             [model] if linear and linear.proximal else [],
             [] if correction is None else [correction],
@@ -149,15 +149,15 @@ class OneByOne(Backend):
             if rule is not None:
                 rule.x = self.flat.clone()
                 if self.local.perturbs:
-                    self.flat.copy_(rule.perturbed(self.gradient.clone(), k))
+                    self.flat.copy_(rule.perturbed_parameters(self.gradient.clone(), k))
                     with torch.enable_grad():
                         self._gradient(*batch, None)
             if chunk.noise is not None:
                 self._add_inside(self.gradient, chunk.noise([slot], k)[0])
             if rule is not None:
-                self.flat.copy_(rule.of_one(self.gradient.clone(), k))
+                self.flat.copy_(rule.client_step(self.gradient.clone(), k))
             elif linear is not None:
-                linear.move([self.flat], [self.gradient], *about, chunk.lr)
+                linear.move([self.flat], [self.gradient], *move_arguments, chunk.lr)
 
         return step
 
@@ -170,8 +170,8 @@ class OneByOne(Backend):
             return None
         return Descent(1 - chunk.lr * linear.decay, chunk.lr)
 
-    def _add_inside(self, to: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-        """Adds `vector` [d], in the order of `raydpfl.models.flatten`, to `to`, in that inside."""
-        for view, part in zip(self._views(to), vector.split(self.sizes), strict=True):
+    def _add_inside(self, target: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        """Adds `vector` [d], in `raydpfl.models.flatten` order, to `target`, in the inner order."""
+        for view, part in zip(self._views(target), vector.split(self.sizes), strict=True):
             view.add_(part.view(view.shape))
-        return to
+        return target

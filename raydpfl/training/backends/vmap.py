@@ -21,19 +21,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from raydpfl.core.device import index
 from raydpfl.methods.local.base import Local
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import ALL, Backend, Block, ChunkData, Rule, clip_factors, take
+from raydpfl.training.backends.base import CORE, Backend, Block, ChunkData, Rule, clip_factors, take
 from raydpfl.training.layers.dropout import Dropout, DropoutCall, Record, draw
 
 # the form of attention whose gradient torch can take of all clients at once: of the others it has
 # no batching rule, and would go through the clients one by one
-PRODUCTS = SDPBackend.MATH
+ATTENTION_BACKEND = SDPBackend.MATH
 LIMIT = 1 << 28  # bytes of samples' gradients at a time
 
 
 Parts = Callable[[torch.Tensor], list[torch.Tensor]]
-Named = dict[str, torch.Tensor]  # by the parameter's name, [C, *its shape]
+Weights = dict[str, torch.Tensor]  # by the parameter's name, [C, *its shape]
 Masks = list[torch.Tensor]  # of every dropout, [C, B, ...]
-Gradients = Callable[[Named, torch.Tensor, torch.Tensor, torch.Tensor, Masks], Any]
+Gradients = Callable[[Weights, torch.Tensor, torch.Tensor, torch.Tensor, Masks], Any]
 """Of the parameters, x [C, B, *shape], y [C, B, *target], shares [C, B] and masks: the gradients of
 the clients' losses, these [C], and where samples are clipped the factors [C, B]."""
 
@@ -44,31 +44,31 @@ class _Forward:
     def __init__(self, module: nn.Module, names: list[str]):
         """`names`: of the parameters, in the order of the others."""
         self.module = module
-        at: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        holders: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for layer in module.modules():
             for name, parameter in layer._parameters.items():
-                at.setdefault(id(parameter), []).append((layer._parameters, name))
-        own = [module.get_parameter(name) for name in names]
+                holders.setdefault(id(parameter), []).append((layer._parameters, name))
+        trained_parameters = [module.get_parameter(name) for name in names]
         # where each is held, more than once if layers share it
         self.places = [
-            (held, name, place, parameter)
-            for place, parameter in enumerate(own)
-            for held, name in at[id(parameter)]
+            (layer_parameters, name, place, parameter)
+            for place, parameter in enumerate(trained_parameters)
+            for layer_parameters, name in holders[id(parameter)]
         ]
 
     def __call__(self, x: torch.Tensor, masks: Masks, *parameters: torch.Tensor) -> torch.Tensor:
         try:
-            for held, name, place, _ in self.places:
-                held[name] = parameters[place]
+            for layer_parameters, name, place, _ in self.places:
+                layer_parameters[name] = parameters[place]
             with Dropout(masks) if masks else nullcontext():
                 return self.module(x)
         finally:
-            for held, name, _, own in self.places:
-                held[name] = own
+            for layer_parameters, name, _, parameter in self.places:
+                layer_parameters[name] = parameter
 
 
 class _Steps:
-    """The steps of a chunk on `now`: every parameter, [c, *its shape], of the slots that a step
+    """The steps of a chunk on `weights`: every parameter, [c, *its shape], of the slots that a step
     takes. Any rule but a linear one takes the parameters of a client as one vector.
     """
 
@@ -80,25 +80,25 @@ class _Steps:
         self.corrections: list[torch.Tensor] = []
         self.model: list[torch.Tensor] = []
         if self.linear is None:
-            self.rule = Rule.of_chunk(local, parameters, chunk)
-            self.now = parts(self.rule.x)
+            self.rule = Rule.from_chunk(local, parameters, chunk)
+            self.weights = parts(self.rule.x)
             return
         self.model = parts(parameters)
         if chunk.starts is None:
             clients = len(chunk.sizes)
-            self.now = [part.expand(clients, *part.shape).clone() for part in self.model]
+            self.weights = [part.expand(clients, *part.shape).clone() for part in self.model]
         else:
             initial = parts(chunk.starts.initial[:, : len(parameters)])
-            self.now = [part.clone() for part in initial]
+            self.weights = [part.clone() for part in initial]
             self.model = self.model if chunk.starts.to_model else initial
-        self.whole = self.now
-        self.velocity = [torch.zeros_like(part) for part in self.now if self.linear.momentum]
+        self.all_weights = self.weights
+        self.velocity = [torch.zeros_like(part) for part in self.weights if self.linear.momentum]
         if chunk.corrections is not None:
             self.corrections = [part.contiguous() for part in parts(chunk.corrections)]
 
     def narrow(self, count: int) -> None:
         """Goes on with the first slots alone."""
-        self.now = [part[:count] for part in self.now]
+        self.weights = [part[:count] for part in self.weights]
         self.velocity = [part[:count] for part in self.velocity]
         self.corrections = [part[:count] for part in self.corrections]
         if self.chunk.starts is not None and not self.chunk.starts.to_model:
@@ -106,26 +106,26 @@ class _Steps:
 
     def final(self) -> list[torch.Tensor]:
         """Each parameter of all slots, [C, *its shape]."""
-        return self.parts(self.rule.final()) if self.linear is None else self.whole
+        return self.parts(self.rule.final()) if self.linear is None else self.all_weights
 
     def make(self, gradients: list[torch.Tensor], k: int) -> None:
         """The k-th step."""
         if self.linear is None:
-            self.now = self.parts(self.rule.step(_flat(gradients), k))
+            self.weights = self.parts(self.rule.step(_flatten(gradients), k))
             return
-        done = self.chunk.done(k)
-        before = [] if done is None else [part[done] for part in self.now]
+        slots = self.chunk.finished_slots(k)
+        copies = [] if slots is None else [part[slots] for part in self.weights]
         lr = self.chunk.lr
-        self.linear.move(self.now, gradients, self.velocity, self.model, self.corrections, lr)
-        for part, still in zip(self.now, before, strict=False):
-            part[done] = still
+        self.linear.move(self.weights, gradients, self.velocity, self.model, self.corrections, lr)
+        for part, values in zip(self.weights, copies, strict=False):
+            part[slots] = values
 
-    def perturbed(self, gradients: list[torch.Tensor], k: int) -> list[torch.Tensor]:
+    def perturbed_parameters(self, gradients: list[torch.Tensor], k: int) -> list[torch.Tensor]:
         """Where the gradients of the k-th step are to be taken, of a rule that perturbs."""
-        return self.parts(self.rule.perturbed(_flat(gradients), k))
+        return self.parts(self.rule.perturbed_parameters(_flatten(gradients), k))
 
 
-def _flat(parts: list[torch.Tensor]) -> torch.Tensor:
+def _flatten(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([part.flatten(1) for part in parts], dim=1)
 
 
@@ -134,7 +134,7 @@ class Vmap(Backend):
     other than for dropout raises RuntimeError when it is run.
     """
 
-    can = frozenset(ALL)
+    capabilities = frozenset(CORE)
     calls = 1 << 23
     # where a step takes no more than these of a chunk's clients, each is trained by itself
     few: ClassVar[int] = 2
@@ -143,83 +143,83 @@ class Vmap(Backend):
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
         self.module = copy.deepcopy(module).to(device).train()
-        named = [item for item in self.module.named_parameters() if item[1].requires_grad]
-        self.names = [name for name, _ in named]
-        self.shapes = [parameter.shape for _, parameter in named]
+        items = [item for item in self.module.named_parameters() if item[1].requires_grad]
+        self.names = [name for name, _ in items]
+        self.shapes = [parameter.shape for _, parameter in items]
         self.sizes = [shape.numel() for shape in self.shapes]
         # of recurrent layers torch has no form for all clients at once but beneath a gradient
-        self._recurs = any(isinstance(layer, nn.RNNBase) for layer in self.module.modules())
+        self._is_recurrent = any(isinstance(layer, nn.RNNBase) for layer in self.module.modules())
         self._forward = _Forward(self.module, self.names)
         self._forwards = vmap(self._forward, randomness="error")
-        self._beneath = vmap(grad_and_value(self._loss), randomness="error")
-        self._by_sample = vmap(
+        self._mapped_gradients = vmap(grad_and_value(self._loss), randomness="error")
+        self._sample_gradients = vmap(
             grad_and_value(self._loss), in_dims=(None, 0, 0, None, 0), randomness="error"
         )
-        self._dropped: list[DropoutCall] | None = None  # in a batch; None: not yet known
+        self._dropout_calls: list[DropoutCall] | None = None  # in a batch; None: not yet known
 
-    def _outputs(self, named: Named, x: torch.Tensor, masks: Masks) -> torch.Tensor:
+    def _outputs(self, weights: Weights, x: torch.Tensor, masks: Masks) -> torch.Tensor:
         """What the module gives for x [C, B, *shape], [C B, ...]."""
-        with self.autocast(), sdpa_kernel(PRODUCTS):
-            outputs = self._forwards(x, masks, *named.values())
+        with self.autocast(), sdpa_kernel(ATTENTION_BACKEND):
+            outputs = self._forwards(x, masks, *weights.values())
         return outputs.flatten(0, 1).float()
 
     def _masks(
         self,
         chunk: ChunkData,
         draws: dict[int, torch.Generator],
-        named: Named,
+        weights: Weights,
         x: torch.Tensor,
         shares: torch.Tensor,
     ) -> Masks:
         """The masks of a step. `draws`: the generators of the slots, which the first fills in."""
-        if self._dropped is None:
+        if self._dropout_calls is None:
             record = Record()
             with torch.no_grad(), torch.random.fork_rng(devices=[]), record:
-                self._one({name: part[:1] for name, part in named.items()}, x[:1, :1])
-            self._dropped = record.calls
-        if not self._dropped:
+                self._run_sample({name: part[:1] for name, part in weights.items()}, x[:1, :1])
+            self._dropout_calls = record.calls
+        if not self._dropout_calls:
             return []
         if not draws:
             draws.update({slot: self._generator(chunk, slot) for slot in chunk.slots})
         sizes = chunk.batch_sizes[: len(shares)].tolist()
-        of_slots = [(draws.get(slot), size) for slot, size in enumerate(sizes)]
+        slot_draws = [(draws.get(slot), size) for slot, size in enumerate(sizes)]
         low = self.precision == "bfloat16"
-        return draw(of_slots, self._dropped, shares.bfloat16() if low else shares)
+        return draw(slot_draws, self._dropout_calls, shares.bfloat16() if low else shares)
 
-    def _one(self, named: Named, x: torch.Tensor) -> None:
+    def _run_sample(self, weights: Weights, x: torch.Tensor) -> None:
         """Has the module run on a sample of one client, x [1, 1, *shape]."""
-        with self.autocast(), sdpa_kernel(PRODUCTS):
-            self._forward(x[0], [], *(part[0] for part in named.values()))
+        with self.autocast(), sdpa_kernel(ATTENTION_BACKEND):
+            self._forward(x[0], [], *(part[0] for part in weights.values()))
 
     def _means(
-        self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, masks: Masks
-    ) -> tuple[Named, torch.Tensor]:
+        self, weights: Weights, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, masks: Masks
+    ) -> tuple[Weights, torch.Tensor]:
         """The gradients of the clients' losses, and these [C]."""
-        held = {name: part.detach().requires_grad_() for name, part in named.items()}
-        losses = self.task.loss(self._outputs(held, x, masks), y.flatten(0, 1)).view(shares.shape)
+        leaves = {name: part.detach().requires_grad_() for name, part in weights.items()}
+        losses = self.task.loss(self._outputs(leaves, x, masks), y.flatten(0, 1)).view(shares.shape)
         means = (losses * shares).sum(1)
-        gradients = torch.autograd.grad(means.sum(), list(held.values()), materialize_grads=True)
-        return dict(zip(held, gradients, strict=True)), means.detach()
+        gradients = torch.autograd.grad(means.sum(), list(leaves.values()), materialize_grads=True)
+        return dict(zip(leaves, gradients, strict=True)), means.detach()
 
     def _loss(
-        self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, masks: Masks
+        self, weights: Weights, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, masks: Masks
     ) -> torch.Tensor:
-        with self.autocast(), sdpa_kernel(PRODUCTS):
-            outputs = self._forward(x, masks, *named.values())
+        with self.autocast(), sdpa_kernel(ATTENTION_BACKEND):
+            outputs = self._forward(x, masks, *weights.values())
         return self.task.loss(outputs.float(), y) @ shares
 
-    def _alone(
-        self, named: Named, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, masks: Masks
-    ) -> tuple[Named, torch.Tensor]:
+    def _client_gradients(
+        self, weights: Weights, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, masks: Masks
+    ) -> tuple[Weights, torch.Tensor]:
         """The gradients of one client's loss, and this."""
-        held = {name: part.detach().requires_grad_() for name, part in named.items()}
-        loss = self._loss(held, x, y, shares, masks)
-        gradients = torch.autograd.grad(loss, list(held.values()), materialize_grads=True)
-        return dict(zip(held, gradients, strict=True)), loss.detach()
+        leaves = {name: part.detach().requires_grad_() for name, part in weights.items()}
+        loss = self._loss(leaves, x, y, shares, masks)
+        gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+        return dict(zip(leaves, gradients, strict=True)), loss.detach()
 
-    def _clipped(
+    def _clipped_sums(
         self,
-        named: Named,
+        weights: Weights,
         x: torch.Tensor,
         y: torch.Tensor,
         shares: torch.Tensor,
@@ -227,15 +227,16 @@ class Vmap(Backend):
         clip: float,
     ) -> Any:
         """One client's sums of clipped gradients and of losses by shares, and the factors [B]."""
-        total = {name: torch.zeros_like(part) for name, part in named.items()}
+        total = {name: torch.zeros_like(part) for name, part in weights.items()}
         loss = 0.0
         clipping: list[torch.Tensor] = []
         samples = max(1, LIMIT // (4 * sum(self.sizes)))
-        for first in range(0, len(shares), samples):
-            span = slice(first, first + samples)
+        for start in range(0, len(shares), samples):
+            span = slice(start, start + samples)
             share = shares[span]
             batch = x[span, None], y[span, None], torch.ones_like(share[:1])
-            gradients, losses = self._by_sample(named, *batch, [mask[span, None] for mask in masks])
+            batch_masks = [mask[span, None] for mask in masks]
+            gradients, losses = self._sample_gradients(weights, *batch, batch_masks)
             squares = [part.flatten(1).square().sum(1) for part in gradients.values()]
             clipping.append(clip_factors(torch.stack(squares).sum(0).sqrt(), clip))
             factors = clipping[-1] * share
@@ -256,33 +257,33 @@ class Vmap(Backend):
     def _gradients_of(self, chunk: ChunkData) -> Gradients:
         """What gives the gradients of a step's batches."""
         if chunk.clip is None:
-            return self._beneath if self._recurs else self._means
+            return self._mapped_gradients if self._is_recurrent else self._means
         numbers = chunk.index.shape[2] * sum(self.sizes)
         return vmap(
-            partial(self._clipped, clip=chunk.clip),
+            partial(self._clipped_sums, clip=chunk.clip),
             randomness="error",
             chunk_size=max(1, LIMIT // (4 * numbers)),
         )
 
     def _client_by_client(self, clip: float | None) -> Gradients:
         """The same of few clients."""
-        of_one: Callable[..., Any] = self._alone
+        client_gradients: Callable[..., Any] = self._client_gradients
         if clip is not None:
-            of_one = partial(self._clipped, clip=clip)
+            client_gradients = partial(self._clipped_sums, clip=clip)
 
-        def gradients_of(named: Named, *batch: Any) -> tuple[Any, ...]:
+        def gradients_of(weights: Weights, *batch: Any) -> tuple[Any, ...]:
             *rows, masks = batch
             clients = [
-                of_one(
-                    {name: part[slot] for name, part in named.items()},
+                client_gradients(
+                    {name: part[slot] for name, part in weights.items()},
                     *(part[slot] for part in rows),
                     [mask[slot] for mask in masks],
                 )
                 for slot in range(len(rows[0]))
             ]
-            gradients, *others = zip(*clients, strict=True)
-            joined = {name: torch.stack([part[name] for part in gradients]) for name in named}
-            return joined, *map(torch.stack, others)
+            gradients, *other_outputs = zip(*clients, strict=True)
+            stack = {name: torch.stack([part[name] for part in gradients]) for name in weights}
+            return stack, *map(torch.stack, other_outputs)
 
         return gradients_of
 
@@ -292,26 +293,26 @@ class Vmap(Backend):
         losses = parameters.new_zeros(len(chunk.sizes))
         factors: list[torch.Tensor] = []
         gradients_of = self._gradients_of(chunk)
-        few = self.few if len(chunk.sizes) > self.few else 0
+        single_limit = self.few if len(chunk.sizes) > self.few else 0
         draws: dict[int, torch.Generator] = {}
         for step, (rows, shares) in enumerate(chunk.batches()):
             count = len(shares)
-            if count <= few:
+            if count <= single_limit:
                 gradients_of = self._client_by_client(chunk.clip)
-            if count < len(steps.now[0]):
+            if count < len(steps.weights[0]):
                 steps.narrow(count)
             batch_x = take(x[:count], rows)
-            named = self._named(steps.now)
-            masks = self._masks(chunk, draws, named, batch_x, shares[:, 0])
+            weights = self._name_parts(steps.weights)
+            masks = self._masks(chunk, draws, weights, batch_x, shares[:, 0])
             batch = batch_x, take(y[:count], rows), shares[:, 0], masks
             clipping: list[torch.Tensor]  # the clip factors, where samples are clipped
-            gradients, loss, *clipping = gradients_of(named, *batch)
+            gradients, loss, *clipping = gradients_of(weights, *batch)
             factors += clipping
             losses[:count] += loss
             direction = list(gradients.values())
             if self.local.perturbs and steps.linear is None:
-                moved = self._named(steps.perturbed(direction, step))
-                direction = list(gradients_of(moved, *batch)[0].values())
+                point = self._name_parts(steps.perturbed_parameters(direction, step))
+                direction = list(gradients_of(point, *batch)[0].values())
             noise = chunk.step_noise(step)
             if noise is not None:
                 torch._foreach_add_(direction, self._parts(noise))
@@ -320,14 +321,14 @@ class Vmap(Backend):
         means = chunk.means(losses)
         final = steps.final()
         d = len(parameters)
-        for _, trained in chunk.blocks(d):
-            slots = index(trained, parameters.device)
-            ended = _flat([part.index_select(0, slots) for part in final])
+        for _, block_slots in chunk.blocks(d):
+            slots = index(block_slots, parameters.device)
+            final_parameters = _flatten([part.index_select(0, slots) for part in final])
             start = parameters
             if chunk.starts is not None:
-                chunk.starts.final[slots, :d] = ended
+                chunk.starts.final[slots, :d] = final_parameters
                 start = chunk.starts.initial[slots, :d]
-            yield Block(trained, ended - start, means[trained])
+            yield Block(block_slots, final_parameters - start, means[block_slots])
 
     def _generator(self, chunk: ChunkData, slot: int) -> torch.Generator:
         """What the masks of a client are drawn from: on the CPU as the loop draws them."""
@@ -337,5 +338,5 @@ class Vmap(Backend):
         seed = int(torch.randint(1 << 62, (), generator=generator))
         return torch.Generator(self.device).manual_seed(seed)
 
-    def _named(self, parts: list[torch.Tensor]) -> Named:
+    def _name_parts(self, parts: list[torch.Tensor]) -> Weights:
         return dict(zip(self.names, parts, strict=True))

@@ -91,8 +91,8 @@ class RowMajor(Dropout):
     """Draws each mask in the order of its axes; torch draws in the order of memory."""
 
     def mask(self, x: torch.Tensor, p: float) -> torch.Tensor:
-        drawn = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
-        return drawn.div_(1 - p)
+        keep_mask = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
+        return keep_mask.div_(1 - p)
 
 
 class Record(Dropout):

@@ -15,7 +15,7 @@ import torch
 
 from raydpfl.core import native
 
-BEYOND = 16  # floats after each image: what is beyond a filter's row is read and written too
+ROW_MARGIN = 16  # floats after each image: what is beyond a filter's row is read and written too
 _PAIRS = ("outputs", "step", "grid", "kernel", "stride", "padding", "dilation")
 
 
@@ -46,18 +46,18 @@ class Window:
 
     def outputs(self, image: Sequence[int]) -> list[int]:
         """Height and width of the convolution's outputs, from those of the image."""
-        about = zip(image, self.kernel, self.stride, self.padding, strict=True)
-        return [(size + 2 * pad - kernel) // stride + 1 for size, kernel, stride, pad in about]
+        axes = zip(image, self.kernel, self.stride, self.padding, strict=True)
+        return [(size + 2 * pad - kernel) // stride + 1 for size, kernel, stride, pad in axes]
 
     def grid(self, outputs: Sequence[int]) -> list[int]:
         """Height and width of the maxima, from those of the outputs."""
-        *pairs, up = self.pool
+        *pairs, round_up = self.pool
         counts = []
         for size, kernel, stride, pad, dilation in zip(outputs, *pairs, strict=True):
-            left = size + 2 * pad - dilation * (kernel - 1) - 1
-            count = (left + (stride - 1 if up else 0)) // stride + 1
+            last_start = size + 2 * pad - dilation * (kernel - 1) - 1
+            count = (last_start + (stride - 1 if round_up else 0)) // stride + 1
             # the last window begins in the outputs or in the padding before them
-            counts.append(count - 1 if up and (count - 1) * stride >= size + pad else count)
+            counts.append(count - 1 if round_up and (count - 1) * stride >= size + pad else count)
         return counts
 
 
@@ -69,8 +69,8 @@ class Filters:
         count, inputs, height, width = images.shape
         down, across = window.padding
         row = (width + 2 * across) * inputs
-        image = (height + 2 * down) * row + BEYOND
-        self.unpadded = images.permute(0, 2, 3, 1).contiguous()
+        image = (height + 2 * down) * row + ROW_MARGIN
+        self.unpadded_images = images.permute(0, 2, 3, 1).contiguous()
         self.images = torch.empty(count, image)
         outputs = window.outputs((height, width))
         grid = window.grid(outputs)
@@ -88,8 +88,10 @@ class Filters:
     def maxima(self, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The maxima, float32 [B, C, h, w], by filters [C, height, width, c] and bias [C]."""
         maxima = torch.empty(self.cells)
-        about = (weights.contiguous(), None if bias is None else bias.contiguous())
-        self._call("raydpfl_maxima", self.unpadded, self.images, *about, maxima, self.where)
+        filters = (weights.contiguous(), None if bias is None else bias.contiguous())
+        self._call(
+            "raydpfl_maxima", self.unpadded_images, self.images, *filters, maxima, self.where
+        )
         return maxima.permute(0, 3, 1, 2)
 
     def follow(self, g: torch.Tensor) -> None:
@@ -113,14 +115,14 @@ class Filters:
         """The gradient by the images, float32 [B, c, H, W] with channels last in memory, from the
         filters [C, height, width, c].
         """
-        by_images = torch.empty_like(self.unpadded)
+        by_images = torch.empty_like(self.unpadded_images)
         self._call("raydpfl_by_images", self.g, self.where, weights.contiguous(), by_images)
         return by_images.permute(0, 3, 1, 2)
 
     def _call(self, name: str, *arrays: torch.Tensor | None) -> None:
-        compiled = native.library()
-        assert compiled is not None  # as the backend says
+        library = native.library()
+        assert library is not None  # as the backend says
         places = [None if array is None else array.data_ptr() for array in arrays]
-        call = getattr(compiled, name)
+        call = getattr(library, name)
         if call(ctypes.byref(self._filters), *map(ctypes.c_void_p, places)):
             raise MemoryError("no memory for the gradient by a filter")

@@ -24,11 +24,11 @@ CLOSE = 1e-4  # relative: of two gradients that only rounding tells apart
 
 def live_taps(layer: nn.Conv2d, image: tuple[int, int]) -> tuple[Span, Span]:
     """From which tap to which, down and across, its filters read pixels of images of a size."""
-    down, across = (_live(layer, axis, size) for axis, size in enumerate(image))
+    down, across = (_live_span(layer, axis, size) for axis, size in enumerate(image))
     return down, across
 
 
-def _live(layer: nn.Conv2d, axis: int, size: int) -> Span:
+def _live_span(layer: nn.Conv2d, axis: int, size: int) -> Span:
     kernel, stride, dilation = (
         getattr(layer, name)[axis] for name in ("kernel_size", "stride", "dilation")
     )
@@ -44,21 +44,21 @@ def _live(layer: nn.Conv2d, axis: int, size: int) -> Span:
 
 def images_of(module: nn.Module, run: Callable[[], Any]) -> dict[nn.Conv2d, list[tuple[int, int]]]:
     """The sizes of images that each convolution takes while `run` has the module go forward."""
-    found: dict[nn.Conv2d, list[tuple[int, int]]] = {}
+    image_sizes: dict[nn.Conv2d, list[tuple[int, int]]] = {}
 
     def note(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         assert isinstance(layer, nn.Conv2d)
-        found.setdefault(layer, []).append((inputs[0].shape[-2], inputs[0].shape[-1]))
+        image_sizes.setdefault(layer, []).append((inputs[0].shape[-2], inputs[0].shape[-1]))
 
-    plain = [layer for layer in module.modules() if type(layer) is nn.Conv2d]
-    hooks = [layer.register_forward_pre_hook(note) for layer in plain]
+    convolutions = [layer for layer in module.modules() if type(layer) is nn.Conv2d]
+    hooks = [layer.register_forward_pre_hook(note) for layer in convolutions]
     try:
         with torch.no_grad():
             run()
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return image_sizes
 
 
 def crop(layer: nn.Conv2d, image: tuple[int, int]) -> tuple[slice, ...] | None:
@@ -75,8 +75,8 @@ def crop(layer: nn.Conv2d, image: tuple[int, int]) -> tuple[slice, ...] | None:
         start, end = spans[axis]
         stride, padding, dilation = layer.stride[axis], layer.padding[axis], layer.dilation[axis]
         outputs = (size + 2 * int(padding) - dilation * (layer.kernel_size[axis] - 1) - 1) // stride
-        cropped = (size - dilation * (end - start - 1) - 1) // stride
-        if int(padding) != start * dilation or cropped != outputs:
+        cropped_outputs = (size - dilation * (end - start - 1) - 1) // stride
+        if int(padding) != start * dilation or cropped_outputs != outputs:
             return None
     return (slice(None), slice(None), *(slice(*span) for span in spans))
 
@@ -85,7 +85,7 @@ def set_leaf(layer: nn.Conv2d, leaf: torch.Tensor) -> None:
     """Has the layer convolve with `leaf` [out, in, taps, taps], which `crop` gives, unpadded."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        how = (layer.stride, 0, layer.dilation, layer.groups)
-        return F.conv2d(x, leaf.contiguous(), layer.bias, *how)
+        geometry = (layer.stride, 0, layer.dilation, layer.groups)
+        return F.conv2d(x, leaf.contiguous(), layer.bias, *geometry)
 
     vars(layer)["forward"] = forward
