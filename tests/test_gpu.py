@@ -644,9 +644,9 @@ def check(asked):
     exec(asked)
     named = [torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul]
     before = [each.fp32_precision for each in named]
-    with device.restored():
+    with device.preserve_settings():
         pass
-    with device.restored():
+    with device.preserve_settings():
         device.settle(torch.device("cuda"), 1)
         assert not any(each.fp32_precision == "tf32" for each in named), named
     assert before == [each.fp32_precision for each in named]
@@ -853,7 +853,7 @@ import torch
 from raydpfl.core import device
 
 try:
-    with device.blamed(torch.device("cuda")):
+    with device.device_errors(torch.device("cuda")):
         torch.zeros(2, device="cuda")[torch.tensor([5], device="cuda")].cpu()
 except device.DeviceLost as error:
     print(error)
