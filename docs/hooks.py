@@ -20,7 +20,7 @@ def config_page() -> str:
     from raydpfl.cli import kinds
 
     lines = ["# The config", "", "As `raydpfl kinds` prints it, from the classes themselves."]
-    for family, members in groupby(kinds.of(), key=lambda each: each.family):
+    for family, members in groupby(kinds.list_references(), key=lambda each: each.family):
         lines += ["", f"## {family}"]
         for member in members:
             if member.kind:

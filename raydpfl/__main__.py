@@ -13,7 +13,7 @@ def main() -> None:
 
             signals.check()
         except (Exception, KeyboardInterrupt):
-            if not signals.asked():
+            if not signals.is_stop_requested():
                 raise
             print("raydpfl: interrupted", file=sys.stderr)
             sys.exit(130)

@@ -40,7 +40,7 @@ from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.client.data_cache import GpuRows
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.provenance import check_node, differences, of
+from raydpfl.simulation.provenance import check_node, differences, platform_facts
 from raydpfl.simulation.resolution import resolve
 from raydpfl.training import trainer as engine
 from raydpfl.training.backend_choice import choose_backend
@@ -78,7 +78,7 @@ def numbers_of(plan: Plan, out: Path, actors: int | None = None) -> np.ndarray:
 def on_cpu(plan: Plan, out: Path) -> np.ndarray:
     """The same plan with its noise, by the products, steps and norms that a GPU takes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "chosen", lambda *_: device.CPU)
+        patch.setattr(device, "choose_device", lambda *_: device.CPU)
         patch.setattr(convolutional.Convolution, "compiled", False)
         patch.setattr(actor, "choose", lambda state, training: Contribution)
         patch.setattr(contribution, "vector_norms", lambda vectors: device.norms(vectors).numpy())
@@ -264,10 +264,10 @@ def test_a_copy_to_a_gpu_waits_for_it_but_from_pinned_memory(gpu, monkeypatch):
         before = gpu["waits"]
         plain()
         assert gpu["waits"] == before + 1
-    found = device.sent(x, there)
-    assert gpu["waits"] == before + 1 and device.sent(found, there) is found
+    found = device.move_tensor(x, there)
+    assert gpu["waits"] == before + 1 and device.move_tensor(found, there) is found
     monkeypatch.setattr(device, "PINNED", x.nbytes - 1)  # a large one takes no pinned memory
-    assert torch.equal(device.sent(x, there).cpu(), x) and gpu["waits"] == before + 3
+    assert torch.equal(device.move_tensor(x, there).cpu(), x) and gpu["waits"] == before + 3
     assert torch.equal(found.cpu(), x)
 
 
@@ -434,7 +434,7 @@ def test_rows_that_a_gpu_cannot_keep_go_there_chunk_by_chunk(held, tmp_path, mon
             monkeypatch.setattr(device, "memory", lambda *_: 1000)
         found = numbers_of(plan, tmp_path / "gpu")
         shards = Shards.open(plan.shards)
-        rows = GpuRows(shards, shards.form(plan.experiment.data.task), device.chosen(1), 1)
+        rows = GpuRows(shards, shards.form(plan.experiment.data.task), device.choose_device(1), 1)
         x, y, sizes = rows.chunk([3, -1, 5], 180, [np.array([2, 7]), None, None])
         read = rows.shards.chunk([3, -1, 5], 180, [np.array([2, 7]), None, None])
         assert ("_row_tensors" in vars(rows)) == held
@@ -585,7 +585,7 @@ def test_a_row_that_is_trained_on_apart_from_the_run_is_looked_at_too(gpu, monke
 @needs_none
 def test_without_a_gpu_an_actor_that_was_to_have_one_refuses(tmp_path):
     with pytest.raises(ConfigError, match=r"client.num_gpus = 0.5: expected 0; node 7 has no GPU"):
-        device.chosen(0.5, "node 7")
+        device.choose_device(0.5, "node 7")
     plan = on_gpu()
     with pytest.raises(ConfigError, match=r"client.num_gpus"):
         ClientActor(plan.experiment, str(plan.shards))
@@ -606,11 +606,11 @@ def test_settings_that_bits_need_are_made_and_undone(gpu, monkeypatch):
     cudnn = torch.backends.cudnn
     cudnn.benchmark = True
     with device.preserve_settings():
-        device.settle(device.chosen(0.25), 0.25)
+        device.settle(device.choose_device(0.25), 0.25)
         assert os.environ[device.WORKSPACE] == ":4096:8"
         assert torch.are_deterministic_algorithms_enabled() and cudnn.deterministic
         assert not cudnn.benchmark and not any(each.allow_tf32 for each in device.LEGACY)
-        device.settle(device.chosen(0.25), 0.25, tf32=True)
+        device.settle(device.choose_device(0.25), 0.25, tf32=True)
         assert all(each.allow_tf32 for each in device.LEGACY)
     assert shares == [0.25, 0.25, 0.25, 0.9] and cudnn.benchmark
     assert not torch.are_deterministic_algorithms_enabled()
@@ -682,7 +682,7 @@ def test_a_run_says_which_gpu_its_bits_depend_on(gpu):
     stored = plan.origin()
     assert {"device", "cuda", "cudnn", "cublas"} <= stored.keys()
     assert stored["device"] == "Fake, compute 9.0, 1 multiprocessors"
-    assert not {"device", "cuda"} & of(experiment()).keys()
+    assert not {"device", "cuda"} & platform_facts(experiment()).keys()
     said = differences(stored, {**stored, "device": "NVIDIA H200", "cudnn": "1"})
     assert "device was Fake, compute 9.0, 1 multiprocessors, now NVIDIA H200" in said
     check_node("here", plan.platform, device.facts(1))

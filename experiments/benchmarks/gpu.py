@@ -291,7 +291,7 @@ def two_actors(options: argparse.Namespace, out: Path) -> bool:
 
 def compared(options: argparse.Namespace, folder: Path, ours: float) -> Iterator[dict[str, Any]]:
     """All that is measured beside the run; `ours`: the seconds of one of its rounds."""
-    there = device.chosen(0 if options.cpu else 1)
+    there = device.choose_device(0 if options.cpu else 1)
     # as in a run
     kept: AbstractContextManager[None] = (
         nullcontext() if options.cpu else device.preserve_settings()

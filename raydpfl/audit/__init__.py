@@ -237,7 +237,7 @@ def result_folder(
     none) to `out`, a directory or its address; None: no files are written. Raises `ConfigError`
     for a directory that is not empty.
     """
-    with nullcontext() if out is None else storage.at(out) as folder:
+    with nullcontext() if out is None else storage.open_folder(out) as folder:
         if folder is not None:
             folder_exists = folder.exists()
             if folder_exists and (not folder.is_dir() or any(folder.iterdir())):

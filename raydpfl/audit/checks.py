@@ -322,7 +322,7 @@ def noise_of_histograms(
     squares = [square for run in runs for square in run.surveys]
     if histogram is None or not squares:
         return None
-    max_shift = max(run.moved for run in runs)
+    max_shift = max(run.max_histogram_shift for run in runs)
     if max_shift > 1 + ROUNDING:
         detail = f"one client less moves the counts by {max_shift:.4g}, where 1 is accounted for"
         return Check(name, False, detail)

@@ -122,7 +122,7 @@ class ClientCanaryRun(CanaryRun):
         # By histogram of scores: squared norm of its noise, in its std; and the most by which one
         # client less has moved one, an L2 norm.
         self.surveys: list[float] = []
-        self.moved = 0.0
+        self.max_histogram_shift = 0.0
         # By side query: the noise on the sums of answers, in its std, with that of further draws;
         # the largest answer, in its bounds; and a bound that moved by something else, in words.
         self.answers: dict[str, list[float]] = {}
@@ -326,7 +326,7 @@ class ClientCanaryRun(CanaryRun):
             reduced_values = values.copy()
             reduced_values[client] = math.nan
             shift = super().survey(t, reduced_values, self._extra_noise) - noised_counts
-            self.moved = max(self.moved, float(np.linalg.norm(shift)))
+            self.max_histogram_shift = max(self.max_histogram_shift, float(np.linalg.norm(shift)))
         return noised_counts
 
     def accounted_stds(self) -> Mapping[int, float]:

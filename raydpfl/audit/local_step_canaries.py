@@ -319,7 +319,7 @@ class SampleCanaryRun(CanaryRun):
             steps.exclusions,
         )  # fmt: skip
         seed = self.experiment.seed
-        scores = observers.visible(
+        scores = observers.visible_scores(
             self.canaries.inside, self.product, self.power, True, seed, self._initial_power()
         )
         n = int(steps.samples[worst_client])

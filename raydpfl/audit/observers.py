@@ -61,7 +61,7 @@ class Scores:
     simulated_evidence: np.ndarray  # the evidence on as many canaries, simulated by the claim
 
 
-def visible(
+def visible_scores(
     inside: np.ndarray,
     product: np.ndarray,
     power: np.ndarray,
@@ -86,7 +86,7 @@ def visible(
     return Scores(inside, evidence, statistics, shifts, simulated_evidence)
 
 
-def hidden(
+def hidden_scores(
     inside: np.ndarray, scores: np.ndarray, a: np.ndarray, q: float, mirrored: bool, seed: int
 ) -> Scores:
     """Where the cohort is a secret: from the scores of rounds, N(a, 1) with probability `q` for a
@@ -332,12 +332,12 @@ def _scores(run: ClientCanaryRun, q: float | None, single: bool) -> Scores:
         rounds = range(run.experiment.rounds)
         eligibility = [selection.open_to(canaries.clients, t) for t in rounds]
         a = run.amplitudes * np.stack(eligibility, axis=1)
-        return hidden(canaries.inside, _whiten_rows(run, run.scores, True), a, q, *worlds)
+        return hidden_scores(canaries.inside, _whiten_rows(run, run.scores, True), a, q, *worlds)
     if single:
-        return visible(canaries.inside, run.single, run.single_power, *worlds)
+        return visible_scores(canaries.inside, run.single, run.single_power, *worlds)
     pattern = _whiten_rows(run, run.times * run.amplitudes)
     product = (pattern * run.scores).sum(1)
-    return visible(canaries.inside, product, (pattern**2).sum(1), *worlds)
+    return visible_scores(canaries.inside, product, (pattern**2).sum(1), *worlds)
 
 
 def _whiten_rows(run: ClientCanaryRun, rows: np.ndarray, adjoint: bool = False) -> np.ndarray:

@@ -25,7 +25,7 @@ _CALIBRATIONS = {
 }
 
 
-def shown(budget: Budget | PersonalBudget | Composition) -> RenderableType:
+def render_budget(budget: Budget | PersonalBudget | Composition) -> RenderableType:
     """A budget of sums, or of clients with noise at local steps, or of several runs: what is
     released, the answers in tables, what they rely on, and the sentence.
     """

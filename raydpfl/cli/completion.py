@@ -182,7 +182,7 @@ def table() -> Fields:
     from raydpfl.cli import kinds as reference
 
     field_table: Fields = {}
-    for one in reference.of():
+    for one in reference.list_references():
         values = {key.name: _values(key) for key in one.keys}
         field_table.setdefault(one.family, {})[one.kind] = values
     return field_table

@@ -67,7 +67,7 @@ def carry_out(command: Callable[[], object]) -> None:
     with signals.handle_signals():
         message, code = _run_command(command)
         # what came of it may have been another error, or none
-        if signals.asked() and code != 130:
+        if signals.is_stop_requested() and code != 130:
             message, code = interrupt_message(message), 130
     if code:
         fail(message, code)
@@ -119,7 +119,7 @@ def _ending(error: BaseException) -> tuple[str, int] | None:
     if not isinstance(error, Exception):  # of a kind that nothing but a user's own module has
         error_text = " ".join(f"{type(error).__name__}: {error}".split())
         return f"code that the config names raised {error_text}", 1
-    if signals.asked():
+    if signals.is_stop_requested():
         return interrupt_message(), 130
     if hasattr(error, "format_message"):  # what typer says of an unusable command line
         return error.format_message() or "a command is missing", 2

@@ -2,7 +2,7 @@
 
 They are those of its JSON Schema (`raydpfl.cli.config_schema`), in words.
 
->>> print(of("bounding.clip")[0].render())
+>>> print(list_references("bounding.clip")[0].render())
 bounding.clip
   (raydpfl.methods.bounding.clip:Clip)
   u min(1, c / ||u||) (Zhang 2021 eq. 3, Das 2021 eq. 4).
@@ -91,7 +91,7 @@ class KindReference:
         return "\n".join(lines)
 
 
-def of(name: str | None = None) -> list[KindReference]:
+def list_references(name: str | None = None) -> list[KindReference]:
     """The members of all families, of one (`bounding`), or one of them (`bounding.clip`). The last
     word of a section is enough (`partition` for `data.partition`).
 

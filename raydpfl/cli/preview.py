@@ -18,12 +18,12 @@ from rich.console import Console
 
 from raydpfl.cli.experiment_reader import CONFIGS
 from raydpfl.config import defaults
-from raydpfl.config.overrides import at
+from raydpfl.config.overrides import value_at
 from raydpfl.config.yaml import dump, read
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import DEFAULTS, Experiment, overridden, report_config_fields
 from raydpfl.models.metric_columns import score_label
-from raydpfl.report.labels import counted
+from raydpfl.report.labels import count_text
 from raydpfl.simulation.resolution import preview as preview_release
 from raydpfl.simulation.resolution import resolve
 from raydpfl.sweep import Sweep
@@ -31,7 +31,7 @@ from raydpfl.sweep.estimate import Estimate, Runs, estimate, measure
 from raydpfl.sweep.spaces import find
 from raydpfl.sweep.study import Study, builtin
 from raydpfl.sweep.study.schema import SCALES
-from raydpfl.sweep.trials import shown
+from raydpfl.sweep.trials import override_text
 
 LINES = 50  # settings that are listed
 WIDTH = 78
@@ -85,12 +85,12 @@ def _path(target: str) -> Path | None:
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
-        return None if builtin.known(target) or not path.suffix else path
+        return None if builtin.is_builtin(target) or not path.suffix else path
     except (OSError, ValueError):  # a name that no file has: reading it says so
         return path
     if path.is_dir():
         files = [path / name for name in CONFIGS if (path / name).exists()]
-        if not files and builtin.known(target):
+        if not files and builtin.is_builtin(target):
             return None
         return next(iter(files), path / CONFIGS[0])
     return path
@@ -123,7 +123,7 @@ def _sweep(
     experiments: dict[str, Experiment] = {}  # by the values in print
     refusals: dict[str, ConfigError] = {}
     for values in sweep.probe_values():
-        name = shown(values)
+        name = override_text(values)
         try:
             experiment = sweep.setting(values).experiment
             if timing:
@@ -168,8 +168,8 @@ def _complete(sweep: Sweep, experiment: Experiment | None) -> dict[str, Any]:
     for key in sweep.spaces:
         place = key.removesuffix(".kind")  # which decides what keys there are
         section, _, last = place.rpartition(".")
-        node = at(tree, section) if section else tree
-        node[last] = copy.deepcopy(at(sweep.tree, place))
+        node = value_at(tree, section) if section else tree
+        node[last] = copy.deepcopy(value_at(sweep.tree, place))
     return {**tree, **search}
 
 
@@ -192,8 +192,8 @@ def _counts(sweep: Sweep, experiments: Mapping[str, Experiment]) -> Iterator[str
     rounds = sorted({experiment.rounds for experiment in experiments.values()})
     ends = "-".join(str(number) for number in (*rounds[:1], *rounds[1:][-1:]))
     runs = f"{sweep.size * search.repeats:,} runs" + (f" of {ends} rounds" if ends else "")
-    settings = f"{counted(sweep.size, 'setting')} of {fields}"
-    yield f"{settings}, each with {counted(search.repeats, 'seed')}: {runs}."
+    settings = f"{count_text(sweep.size, 'setting')} of {fields}"
+    yield f"{settings}, each with {count_text(search.repeats, 'seed')}: {runs}."
     has_test = any(sweep.trial(experiment).evaluate.test for experiment in experiments.values())
     test_note = "" if has_test or not experiments else "; none of them looks at the test set"
     yield f"The best is chosen by {score_label(search.metric)}{test_note}."
@@ -261,7 +261,7 @@ def _runs_of(study: Study) -> str:
     """How many cells and runs there are."""
     runs = study.runs()
     text = f"{len(study.cells)} cells, {runs['final']} final runs"
-    text += f" over {counted(study.seeds, 'seed')}"
+    text += f" over {count_text(study.seeds, 'seed')}"
     return f"{text}, {runs['tried']} to choose values by" if runs["tried"] else text
 
 

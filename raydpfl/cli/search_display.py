@@ -31,7 +31,7 @@ from raydpfl.sweep.spaces import Interval
 from raydpfl.sweep.study import Study, StudyResult, StudyRunner
 from raydpfl.sweep.study.claims import verdict_line
 from raydpfl.sweep.study.identities import words
-from raydpfl.sweep.trials import SearchSetting, Trial, short_text, shown
+from raydpfl.sweep.trials import SearchSetting, Trial, override_text, short_text
 
 VALUES = 10  # of a field whose best settings are shown
 ROWS = 60  # cells that are shown in the end
@@ -125,7 +125,9 @@ class SweepDisplay(SearchDisplay):
         metric = sweep.search.metric
         best = result.best
         if best:
-            self._say(f"Best: {shown(best.values)}, {score_label(metric)} {score(best, metric)}")
+            self._say(
+                f"Best: {override_text(best.values)}, {score_label(metric)} {score(best, metric)}"
+            )
             edges = edge_warning(best.values, result.summary["best"]["edges"])
             if edges:
                 self._say(edges)
@@ -316,7 +318,7 @@ def cells_table(result: StudyResult, max_cells: int | None = None) -> Table:
             mean + interval,
             _epsilon(seeds),
             str(len(seeds)),
-            escape(shown(json.loads(seeds[0]["values"]))),
+            escape(override_text(json.loads(seeds[0]["values"]))),
         )
     return table
 

@@ -84,7 +84,9 @@ def path_kind(target: str, overrides: Sequence[str] = ()) -> str | None:
     if os.path.isdir(path):
         return next((kind for name, kind in FILES.items() if (path / name).exists()), None)
     if not os.path.isfile(path):
-        return "a study" if builtin.several(target) != [target] or builtin.known(target) else None
+        return (
+            "a study" if builtin.several(target) != [target] or builtin.is_builtin(target) else None
+        )
     try:
         tree = read(path)
     except ConfigError:

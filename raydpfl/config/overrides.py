@@ -130,7 +130,7 @@ class Schema(dict[str, Spec]):
         spec = self.get(section)
         if spec is None or spec.family is None:
             return key == "kind" if spec is None else key in spec.base.model_fields
-        node = at({**self.defaults, **tree}, section)
+        node = value_at({**self.defaults, **tree}, section)
         kind = node.get("kind", spec.default_kind) if isinstance(node, Mapping) else None
         return key == "kind" or key in spec.fields(section, kind)
 
@@ -171,7 +171,7 @@ def flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return leaves
 
 
-def at(tree: Mapping[str, Any], key: str) -> Any:
+def value_at(tree: Mapping[str, Any], key: str) -> Any:
     """The value at a dotted key; None if there is none."""
     node: Any = tree
     for name in key.split("."):

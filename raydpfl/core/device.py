@@ -5,7 +5,7 @@ On a GPU the same experiment gives the same bits on the same model of GPU under 
 CUDA and cuDNN (`facts`), and other bits than on a CPU. For that no operation may add by atomics or
 choose its algorithm by timing, and float32 is float32 (`settle`).
 
->>> chosen(0)
+>>> choose_device(0)
 device(type='cpu')
 >>> facts(0)
 {}
@@ -42,7 +42,7 @@ LEGACY: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
 _undo: list[Callable[[], None]] = []
 
 
-def chosen(num_gpus: float, machine: str = "this machine") -> torch.device:
+def choose_device(num_gpus: float, machine: str = "this machine") -> torch.device:
     """Where an actor with such a share of GPUs trains: the CPU for none. Raises `ConfigError`,
     which names the node, where torch finds no GPU.
     """
@@ -198,7 +198,7 @@ def memory(num_gpus: float) -> int:
     return int(min(1.0, num_gpus) * whole)
 
 
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def move_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the CPU on `device`, through pinned memory, which waits for nothing that the
     device was asked before; a large one directly, to take less of the host's memory. The same
     tensor where it is there already, and where `device` is the CPU.
@@ -212,7 +212,7 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def index(places: np.ndarray, device: torch.device) -> torch.Tensor:
     """Places along an axis, int64 [k], for an index without a wait for the device."""
-    return sent(torch.from_numpy(places), device)
+    return move_tensor(torch.from_numpy(places), device)
 
 
 def norms(vectors: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ def place(name: str) -> Path:
     return cache_root() / "native" / name
 
 
-def compiled(command: list[str], path: Path) -> None:
+def compile_kernel(command: list[str], path: Path) -> None:
     """Compiles to `path`, where another process may be doing the same, and writes its digest next
     to it. Raises OSError without a compiler, or for a folder that others can write to;
     subprocess.SubprocessError where it fails.
@@ -62,9 +62,9 @@ def compiled(command: list[str], path: Path) -> None:
 
 
 def load_library(path: Path) -> ctypes.CDLL:
-    """The library that `compiled` has put there: the open file that was checked, and nothing that
-    takes its place meanwhile. Raises OSError where there is none, another user could have written
-    it, it is not what was compiled, or it cannot be loaded.
+    """The library that `compile_kernel` has put there: the open file that was checked, and nothing
+    that takes its place meanwhile. Raises OSError where there is none, another user could have
+    written it, it is not what was compiled, or it cannot be loaded.
     """
     _check_folder(path)
     try:

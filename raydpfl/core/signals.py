@@ -1,15 +1,15 @@
 """Ctrl-C and SIGTERM, from the first instruction of a command to its last.
 
-A signal raises KeyboardInterrupt at once, or inside `defer_signals` is only noted (`asked`); a
-second one always raises. What is raised inside a library may be lost there (in a callback, in a
-destructor, while Ray starts), so it is noted too: `check`, called between one step and the next,
-raises it once more.
+A signal raises KeyboardInterrupt at once, or inside `defer_signals` is only noted
+(`is_stop_requested`); a second one always raises. What is raised inside a library may be lost there
+(in a callback, in a destructor, while Ray starts), so it is noted too: `check`, called between one
+step and the next, raises it once more.
 
 >>> with handle_signals(), defer_signals():
 ...     signal.raise_signal(signal.SIGTERM)
-...     asked()
+...     is_stop_requested()
 True
->>> asked()
+>>> is_stop_requested()
 False
 """
 
@@ -70,7 +70,7 @@ def install() -> None:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Within it a first signal raises nothing and is noted (`asked`)."""
+    """Within it a first signal raises nothing and is noted (`is_stop_requested`)."""
     was_deferring = _State.deferring
     _State.deferring = True
     try:
@@ -100,7 +100,7 @@ def time_limit(seconds: float | None, error: BaseException) -> Iterator[None]:
         signal.signal(signal.SIGALRM, old_handler)
 
 
-def asked() -> bool:
+def is_stop_requested() -> bool:
     """Whether a signal has come since `handle_signals` was entered."""
     return _State.asked
 

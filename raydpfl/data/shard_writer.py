@@ -37,10 +37,10 @@ from raydpfl.config.registry import user_modules
 from raydpfl.data.shard_files import BATCH_BYTES, RowWriter, rows_batch, write_batch
 from raydpfl.data.source_checks import add_checks, source_errors
 from raydpfl.data.sources import Data, Split
-from raydpfl.data.validation_split import HeldOutRows, held_out, per_client
+from raydpfl.data.validation_split import HeldOutRows, hold_out_rows, per_client
 from raydpfl.errors import ConfigError
 from raydpfl.storage.arrow import pack_column
-from raydpfl.storage.cache import is_intact, put
+from raydpfl.storage.cache import fill_folder, is_intact
 from raydpfl.storage.files import STILL, cache_root
 
 FORMAT = 4
@@ -87,7 +87,7 @@ def prepare(
         if _identity(data, seed, root, validation) != identity:
             raise ConfigError("data.kind", data.kind, STILL)
 
-    put(folder, fill)
+    fill_folder(folder, fill)
     return folder
 
 
@@ -111,7 +111,7 @@ def _load_split(
         split = add_checks(data, data.split(seed, root))
         if not validation:
             return split, None
-        holdout = held_out(split, validation, seed, data.overlaps())
+        holdout = hold_out_rows(split, validation, seed, data.overlaps())
         if split.without is not None and split.samples is not None:
             mask, _ = holdout.rows(0, len(split.sizes))
             samples = split.samples(0, len(split.sizes))

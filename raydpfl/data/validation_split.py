@@ -43,7 +43,7 @@ def counts(sizes: np.ndarray, share: float) -> np.ndarray:
     return np.clip(rounded_counts, 0, np.maximum(sizes - 1, 0))
 
 
-def held_out(
+def hold_out_rows(
     split: Split, share: float | Mapping[str, float], seed: int, overlaps: bool
 ) -> HeldOutRows:
     """The rows of a share in (0, 1) of every client's own, or of `{"clients": share}`; `overlaps`:

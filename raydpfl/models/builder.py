@@ -22,8 +22,8 @@ from raydpfl.models.networks.hugging_face import HuggingFace
 from raydpfl.models.networks.module import Module, factory
 from raydpfl.models.shared_and_local import (
     ParameterSplit,
-    chosen,
     freeze,
+    matching_names,
     parameter_count,
     set_local,
     shared_batch_norms,
@@ -76,8 +76,8 @@ def build(model: Model, form: Form, seed: int) -> nn.Module:
 
 def _divide(module: nn.Module, model: Model) -> None:
     """Marks what of a module is frozen, and what each client has of its own."""
-    frozen_names = chosen("model.frozen", model.frozen, module)
-    local_names = chosen("model.local", model.local, module)
+    frozen_names = matching_names("model.frozen", model.frozen, module)
+    local_names = matching_names("model.local", model.local, module)
     overlap = sorted(frozen_names & local_names)
     if overlap:
         expected = f"patterns of what model.frozen has not; {overlap[0]} is in both"

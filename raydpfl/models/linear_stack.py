@@ -114,7 +114,7 @@ def stack(module: nn.Module) -> tuple[Layer, ...]:
             activation = step
         elif step is not None:
             weight, bias = step
-            offsets = taken(places, weight, bias)
+            offsets = take_places(places, weight, bias)
             layers.append(Layer(weight.shape[1], weight.shape[0], *offsets, activation))
             activation = None
     if not layers or activation or places:
@@ -160,7 +160,9 @@ def parameter_offsets(module: nn.Module) -> dict[int, int]:
     return places
 
 
-def taken(places: dict[int, int], weight: Tensor, bias: Tensor | None) -> tuple[int, int | None]:
+def take_places(
+    places: dict[int, int], weight: Tensor, bias: Tensor | None
+) -> tuple[int, int | None]:
     """The places of a layer's weight and bias, taken out of `places`. Raises `NoStack`."""
     if id(weight) not in places or (bias is not None and id(bias) not in places):
         raise NoStack("a layer is used twice, tied to another or frozen")

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from raydpfl.errors import ConfigError
-from raydpfl.models.shared_and_local import chosen
+from raydpfl.models.shared_and_local import matching_names
 
 MAX_NAMES = 6  # layers that a message names
 A = "lora_A"
@@ -68,7 +68,7 @@ def adapt(module: nn.Module, lora: Lora, forward: Callable[[], Any]) -> None:
     Raises:
         ConfigError: for a pattern that chooses nothing.
     """
-    trained_names = chosen("model.lora.trained", lora.trained, module)
+    trained_names = matching_names("model.lora.trained", lora.trained, module)
     layers = _linear_layers(module, forward)
     trained_layers = {name for name in layers if f"{name}.weight".lstrip(".") in trained_names}
     targets = _targets(lora, [name for name in layers if name not in trained_layers])

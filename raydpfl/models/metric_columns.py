@@ -69,14 +69,14 @@ def is_score(column: str) -> bool:
     return score_set(column) in SETS
 
 
-def of(row: Row) -> dict[str, float | None]:
+def score_values(row: Row) -> dict[str, float | None]:
     """The scores in a row."""
     return {name: value for name, value in row.items() if is_score(name)}
 
 
 def is_evaluated(row: Row) -> bool:
     """Whether the model after the round of this row was evaluated."""
-    return any(value is not None for value in of(row).values())
+    return any(value is not None for value in score_values(row).values())
 
 
 def score_set(score: str) -> str:
@@ -116,7 +116,7 @@ def words(row: Row) -> str:
     """The score of a row by which a run is followed, in print: the first one that there is. Empty
     where there is none.
     """
-    for score, value in of(row).items():
+    for score, value in score_values(row).items():
         if value is not None:
             name = score.removeprefix(f"{TEST}_")
             return f"{score_label(name)} {number(score, value)}"
@@ -130,7 +130,7 @@ def summary_text(summary: Row) -> str:
     'Test accuracy 75.00%, loss 0.5'
     """
     texts: dict[str, list[str]] = {}
-    for score, value in of(summary).items():
+    for score, value in score_values(summary).items():
         if value is not None:
             name = score_label(score.partition("_")[2])
             texts.setdefault(score_set(score), []).append(f"{name} {number(score, value)}")

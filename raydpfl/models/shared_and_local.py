@@ -4,8 +4,8 @@ Parameters and buffers have the names that torch gives them, and are chosen by p
 shell:
 
 >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
->>> freeze(net, chosen("model.frozen", ("0.*",), net))
->>> set_local(net, chosen("model.local", ("1.*",), net))
+>>> freeze(net, matching_names("model.frozen", ("0.*",), net))
+>>> set_local(net, matching_names("model.local", ("1.*",), net))
 >>> flatten(net).shape, parameter_count(net), ParameterSplit.of(net).own
 (torch.Size([8]), 8, 13)
 
@@ -28,14 +28,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raydpfl.config import hints
-from raydpfl.core.device import CPU, sent
+from raydpfl.core.device import CPU, move_tensor
 from raydpfl.errors import ConfigError
 
 NAMES = 3  # that a message lists
 LOCAL = "_stays_with_clients"  # the attribute of a module
 
 
-def chosen(field: str, patterns: Iterable[str], module: nn.Module) -> set[str]:
+def matching_names(field: str, patterns: Iterable[str], module: nn.Module) -> set[str]:
     """The names of the parameters and buffers that some pattern chooses; a tied parameter has each
     of its own.
 
@@ -226,12 +226,12 @@ class ParameterSplit:
     @cached_property
     def _shared_indices(self) -> torch.Tensor:
         """The places of what travels, int64 [d]."""
-        return sent(self.travels.nonzero().flatten(), self.device)
+        return move_tensor(self.travels.nonzero().flatten(), self.device)
 
     @cached_property
     def _local_indices(self) -> torch.Tensor:
         """The places of what stays, int64 [own]."""
-        return sent((~self.travels).nonzero().flatten(), self.device)
+        return move_tensor((~self.travels).nonzero().flatten(), self.device)
 
     def whole(self, model: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """All numbers, [k, D + b], of clients that keep `values`, [k, own], under a model, [d]."""

@@ -47,7 +47,7 @@ from raydpfl.privacy.accountants.base import Formula, FormulaValue
 from raydpfl.privacy.accountants.paper import paper_multiplier
 from raydpfl.privacy.accounting import covers, guarantee_against, guarantees
 from raydpfl.privacy.calibration import MOST_ROUNDS, noise_for, rounds_for
-from raydpfl.privacy.factorization import STRATEGIES, covered
+from raydpfl.privacy.factorization import STRATEGIES, separation_refusal
 from raydpfl.privacy.guarantee import SHARES, Guarantee, delta_warning, tightest_guarantees
 from raydpfl.privacy.integer_noise import DistributedDiscreteGaussian, IntegerNoise, SkellamNoise
 from raydpfl.privacy.local_steps import LocalSteps, Participations
@@ -594,7 +594,7 @@ def _correlated_mechanism(
         raise ConfigError("separation", separation, "1 with everyone in every round")
     if mechanism.distributed:
         raise ConfigError("placement", mechanism.placement, "server, with a strategy")
-    reason = covered(mechanism.sampling, separation)
+    reason = separation_refusal(mechanism.sampling, separation)
     if reason:
         kind = mechanism.sampling.scheme.kind
         raise ConfigError("sampling", kind, f"public or full, with a strategy: {reason}")

@@ -13,7 +13,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants import accountant_of
 from raydpfl.privacy.accounting import UNREACHED_DELTA, epsilon
 from raydpfl.privacy.mechanism import Mechanism
-from raydpfl.privacy.search import last, narrow_bracket
+from raydpfl.privacy.search import largest_count, narrow_bracket
 from raydpfl.privacy.types import Relation
 from raydpfl.storage.files import cache_root, check, keep_json, read_own_json
 
@@ -51,7 +51,7 @@ def noise_for(
     ):
         return _search(*arguments)
     question = [mechanism.with_noise(1.0).digest(), rounds, relation, delta, accountant, v, target]
-    return cached(question, lambda: _search(*arguments))
+    return cached_multipliers(question, lambda: _search(*arguments))
 
 
 def rounds_for(
@@ -72,10 +72,10 @@ def rounds_for(
     def fits(rounds: int) -> bool:
         return epsilon(mechanism, relation, delta, rounds, accountant, v) <= target
 
-    return last(fits, MOST_ROUNDS)
+    return largest_count(fits, MOST_ROUNDS)
 
 
-def cached(question: list, compute: Callable[[], Any]) -> Any:
+def cached_multipliers(question: list, compute: Callable[[], Any]) -> Any:
     """`compute()`, noise multipliers, or what was kept where the same question (what the answer
     depends on, as JSON values) was asked before.
     """

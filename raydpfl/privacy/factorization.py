@@ -106,14 +106,14 @@ def buffered_toeplitz(
     workload = _workload(rounds, momentum)
     powers = np.arange(rounds - 1)
 
-    def of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def scales_and_weights(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         # scales add up to less than 1, so that c does not increase
         weights = np.exp(x[buffers:] - max(x[buffers:].max(), 0.0))
         rest = math.exp(-max(x[buffers:].max(), 0.0))
         return expit(x[:buffers]), weights / (weights.sum() + rest)
 
     def excess(x: np.ndarray) -> tuple[float, np.ndarray]:
-        decays, scales = of(x)
+        decays, scales = scales_and_weights(x)
         c = buffered_column(decays, scales, rounds)
         value, slope = _log_error(c[1:], workload, separation, participations, True)
         basis = np.power.outer(decays, powers)
@@ -135,7 +135,7 @@ def buffered_toeplitz(
         if optimum.fun < min_error:
             best, min_error = optimum.x, float(optimum.fun)
     assert best is not None
-    decays, scales = of(best)
+    decays, scales = scales_and_weights(best)
     order = np.argsort(decays)
     decays, scales = decays[order], scales[order]
     for values in (decays, scales):
@@ -318,7 +318,7 @@ def _unit_squares(c: np.ndarray, rounds: int, separation: int, participations: i
     return toeplitz_squares(c / np.linalg.norm(c), rounds, separation, participations)
 
 
-def covered(sampling: Sampling, separation: int, bands: int | None = None) -> str | None:
+def separation_refusal(sampling: Sampling, separation: int, bands: int | None = None) -> str | None:
     """Why noise that is correlated over the rounds is not covered, and what is; None: it is, by the
     squares above where cohorts are no secret, and under a Poisson sample of the group whose turn it
     is (`sampling`) as independent noise, if it spans no two turns. `separation`: the fewest rounds

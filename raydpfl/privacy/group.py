@@ -1,14 +1,14 @@
 """Several units of a population protected together: the samples of a person.
 
 A person's `group` samples come into batches k at a time, so that a batch is a mixture over k of
-Gaussians moved k times as far ([1], Theorem 1). `together` says so as a sampling, which accountants
-read like any other, and by how much a sample's sensitivity grows besides:
+Gaussians moved k times as far ([1], Theorem 1). `group_sampling` says so as a sampling, which
+accountants read like any other, and by how much a sample's sensitivity grows besides:
 
 >>> from raydpfl.privacy.sampling import Sampling
->>> sampling, factor = together(Sampling("poisson", 10_000, 100), group=5)
+>>> sampling, factor = group_sampling(Sampling("poisson", 10_000, 100), group=5)
 >>> print(sampling, factor)
 Poisson, 100 of 10000 expected (5 of them of one person) 1
->>> print(*together(Sampling("fixed", 600, 10), group=600))  # every batch is all hers
+>>> print(*group_sampling(Sampling("fixed", 600, 10), group=600))  # every batch is all hers
 all 600 (all of one person) 10
 
 [1] Charles, Ganesh, McKenna, McMahan, Mitchell, Pillutla, Rush. Fine-tuning large language models
@@ -77,7 +77,7 @@ class GroupSampling(SamplingScheme):
         return replace(sampling, kind=self.scheme)
 
 
-def together(sampling: Sampling, group: int) -> tuple[Sampling, int]:
+def group_sampling(sampling: Sampling, group: int) -> tuple[Sampling, int]:
     """The sampling for `group` units of the population, from 1 to all, and the factor on the
     sensitivity of one: `group` where all are in every batch, and the size of a batch where a batch
     of fixed size has no others.

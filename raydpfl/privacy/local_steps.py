@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants.xu_2026 import budget_variance
-from raydpfl.privacy.group import together
+from raydpfl.privacy.group import group_sampling
 from raydpfl.privacy.mechanism import Event, Mechanism, Query, Survey
 from raydpfl.privacy.sampling import Sampling
 from raydpfl.privacy.types import Unit, one_of
@@ -155,7 +155,7 @@ class LocalSteps:
         batch, gaussians = int(self.batches[k]), int(self.compositions[k])
         group = min(group, int(self.samples[k]))
         if group > 1:
-            sampling, factor = together(sampling, group)
+            sampling, factor = group_sampling(sampling, group)
             # a batch is no more than all of them; in epochs their Gaussians may be more
             steps = int(self.client_steps[k])
             if not self.amplified[k] and batch**2 * steps <= group**2 * gaussians:

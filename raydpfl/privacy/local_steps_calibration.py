@@ -27,7 +27,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.privacy import pld
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula, accountant_of
 from raydpfl.privacy.accounting import UNREACHED_DELTA, rigorous
-from raydpfl.privacy.calibration import cached
+from raydpfl.privacy.calibration import cached_multipliers
 from raydpfl.privacy.local_steps import (
     Calibration,
     LocalSteps,
@@ -132,7 +132,7 @@ def _rigorous_stds(
 
     # the name of a user-defined accountant does not say what its code computes
     question = ["local steps", kinds.tolist(), delta, name]
-    z = solve() if is_user_defined(type(accountant)) else cached(question, solve)
+    z = solve() if is_user_defined(type(accountant)) else cached_multipliers(question, solve)
     return np.array(z)[member.reshape(-1)] * release.bound / b
 
 
@@ -226,15 +226,15 @@ def _central_limit_mu(
 ) -> np.ndarray:
     """The mu at which `_total_mu` and a Gaussian of mu `sides` have the epsilons `targets`."""
 
-    def least(unsafe: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    def bisect_mu(unsafe: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         # of -log mu, which falls as the noise grows
         low = np.full(len(q), -math.log(1e3))
         high = np.full(len(q), -math.log(1e-9))
         return np.exp(-bisect_brackets(lambda x: unsafe(np.exp(-x)), low, high, times=50))
 
-    total = least(lambda mu: pld.gaussian_delta(targets, mu) > delta)
+    total = bisect_mu(lambda mu: pld.gaussian_delta(targets, mu) > delta)
     total = np.where(sides > 0, np.sqrt(np.maximum(total**2 - sides**2, 1e-3 * total**2)), total)
-    return least(lambda mu: _total_mu(mu, q, times) > total)
+    return bisect_mu(lambda mu: _total_mu(mu, q, times) > total)
 
 
 def _steepness(mu: float, q: float, times: float, side_mu: float, delta: float) -> float:

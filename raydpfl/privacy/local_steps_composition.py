@@ -5,7 +5,7 @@ spends most.
 >>> def run(name, seed, std):
 ...     release = LocalSteps([600], batch=10, steps=20, bound=1.0, delta=1e-3, stds=std)
 ...     return StepsRelease(name, release, np.array([3]), seed, (), "")
->>> joint = together([run("a", 0, 0.4), run("b", 1, 0.3)], 1e-3, ["pld"])
+>>> joint = compose_step_runs([run("a", 0, 0.4), run("b", 1, 0.3)], 1e-3, ["pld"])
 >>> round(joint.guarantees[0].epsilon, 2)
 0.31
 
@@ -28,14 +28,14 @@ from raydpfl.privacy.guarantee import HIDDEN_BATCH, Guarantee, Observer, Scope
 from raydpfl.privacy.sampling import Sampling
 
 
-def together(
+def compose_step_runs(
     runs: Sequence[StepsRelease], delta: float, accountants: Sequence[str], adaptive: bool = True
 ) -> Composition:
     """What holds for one sample of one client against an observer of every update of all the runs.
 
     Args:
         runs: on the same clients, no two with the same noise.
-        delta, accountants, adaptive: as of `raydpfl.privacy.together`.
+        delta, accountants, adaptive: as of `raydpfl.privacy.composed_epsilon`.
     """
     reason = _secrecy_refusal(runs, adaptive)
     counts = np.array([run.participations for run in runs])  # [runs, N]

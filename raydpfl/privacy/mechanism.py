@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike
 
 from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
-from raydpfl.privacy.group import together
+from raydpfl.privacy.group import group_sampling
 from raydpfl.privacy.integer_noise import IntegerNoise, SkellamLoss
 from raydpfl.privacy.laplace import laplace_sampling
 from raydpfl.privacy.sampling import Sampling
@@ -436,7 +436,7 @@ class Mechanism:
             expected = f"none with sampling {self.sampling.scheme.kind}: together samples are "
             expected += "covered if fixed, poisson, full or with_replacement"
             raise ConfigError("person", group, expected)
-        sampling, factor = together(self.sampling, group)
+        sampling, factor = group_sampling(self.sampling, group)
         queries = [replace(query, bound=factor * query.bound) for query in self.queries]
         return replace(self, sampling=sampling, queries=tuple(queries), unit="person")
 

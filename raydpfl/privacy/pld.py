@@ -684,7 +684,7 @@ def losses_with_gaussian(
     return tuple(replace(_on_grid(*pair, step, n), also=gaussian_loss) for pair in pairs)
 
 
-def together(parts: Sequence[tuple[Sequence[CurvePair], int]], delta: float) -> float:
+def composed_epsilon(parts: Sequence[tuple[Sequence[CurvePair], int]], delta: float) -> float:
     """Epsilon at `delta` of all parts, composed adaptively: the curves of one release (a pair, or
     one per direction), and how often it is released.
     """

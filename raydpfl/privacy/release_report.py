@@ -26,7 +26,7 @@ from raydpfl.errors import BudgetError
 from raydpfl.privacy import accounting
 from raydpfl.privacy.accountants import FORMULAS, accountant_of, resolve_accountants
 from raydpfl.privacy.accounting import NOISELESS, UNREACHED_DELTA
-from raydpfl.privacy.group import together
+from raydpfl.privacy.group import group_sampling
 from raydpfl.privacy.guarantee import GROUP, SHARES, Guarantee, Observer, Scope, column
 from raydpfl.privacy.local_steps import LocalSteps, Participations, Release, client_list
 from raydpfl.privacy.local_steps_calibration import formula_of
@@ -306,7 +306,9 @@ class LocalStepsReport:
         """Whether an accountant covers any `group` samples of every client together."""
         release = self.release
         hidden_clients = np.flatnonzero(release.amplified & (release.samples > group))
-        schemes = (together(release.batch_sampling(k), group)[0].scheme for k in hidden_clients[:1])
+        schemes = (
+            group_sampling(release.batch_sampling(k), group)[0].scheme for k in hidden_clients[:1]
+        )
         return all(scheme.gives(accountant_of(name).needs) for scheme in schemes)
 
     def _covered_mask(self, name: str) -> np.ndarray:

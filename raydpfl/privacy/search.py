@@ -5,7 +5,7 @@ True
 >>> squares = np.array([2.0, 3.0, 9.0])
 >>> bisect_brackets(lambda x: x * x < squares, np.zeros(3), np.full(3, 4.0), times=50)
 array([1.41421356, 1.73205081, 3.        ])
->>> last(lambda n: n * n <= 150, limit=100)
+>>> largest_count(lambda n: n * n <= 150, limit=100)
 12
 
 Noise depends on `bisect_brackets`, `narrow_bracket` and `near_guess`, which must not change by a
@@ -34,15 +34,15 @@ def safe_end(
 
     evaluations: dict[float, float] = {}
 
-    def once(x: float) -> float:
+    def cached_excess(x: float) -> float:
         if x not in evaluations:
             evaluations[x] = excess(x) or -_MIN_FLOAT  # 0 is safe, and no reason to stop
         return evaluations[x]
 
-    is_rising = once(low) <= 0
-    if is_rising == (once(high) <= 0):
+    is_rising = cached_excess(low) <= 0
+    if is_rising == (cached_excess(high) <= 0):
         raise ValueError(f"no root between {low} and {high}")
-    brentq(once, low, high, xtol=max(xtol, _MIN_FLOAT), rtol=rtol)
+    brentq(cached_excess, low, high, xtol=max(xtol, _MIN_FLOAT), rtol=rtol)
     safe = [x for x, value in evaluations.items() if value <= 0]
     return max(safe) if is_rising else min(safe)
 
@@ -112,7 +112,7 @@ def near_guess(
     return None
 
 
-def last(fits: Callable[[int], bool], limit: int) -> int:
+def largest_count(fits: Callable[[int], bool], limit: int) -> int:
     """The largest n from 1 to `limit` that fits, as all smaller ones do; 0 if 1 does not. Small
     numbers, which cost less, are tried first.
     """

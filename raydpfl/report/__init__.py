@@ -20,7 +20,7 @@ from raydpfl import storage
 from raydpfl.errors import ConfigError
 from raydpfl.report.figures import Missing, Piece, Plot, parse
 from raydpfl.report.html import Page, render
-from raydpfl.report.pages import ACCEPTED, compared, page_of
+from raydpfl.report.pages import ACCEPTED, compare_runs, page_of
 from raydpfl.report.pages.comparison import Comparison, comparison_page
 from raydpfl.report.plot_style import PAPER, RenderedPlot, whole_figure
 from raydpfl.report.plot_style import render as render_plot
@@ -92,7 +92,7 @@ def compare(
         raise ConfigError("DIR", None, ACCEPTED)
     with ExitStack() as stack:
         readers = [storage.readable_folder(directory, "DIR", _read) for directory in directories]
-        comparison = compared([*map(stack.enter_context, readers)], metric)
+        comparison = compare_runs([*map(stack.enter_context, readers)], metric)
         place = _default_place(directories) if out is None else out
         return comparison, _write_page(comparison_page(comparison), place, columns)
 
@@ -128,7 +128,7 @@ def _read(name: str) -> bool:
 def _write_page(page: Page, out: str | Path, columns: int | None) -> Path | str:
     page = _rename_duplicates(page)
     plots: dict[str, RenderedPlot] = {}
-    with storage.at(out) as place:
+    with storage.open_folder(out) as place:
         _clear(place)
         for piece in page.pieces:
             if isinstance(piece, Plot):

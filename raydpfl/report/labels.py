@@ -189,10 +189,10 @@ def join_names(names: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
-def counted(count: int | None, noun: str) -> str:
+def count_text(count: int | None, noun: str) -> str:
     """So many of a thing; empty where it is not known how many.
 
-    >>> counted(1, "seed"), counted(3, "seed"), counted(None, "seed")
+    >>> count_text(1, "seed"), count_text(3, "seed"), count_text(None, "seed")
     ('1 seed', '3 seeds', '')
     """
     if count is None:

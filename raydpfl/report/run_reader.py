@@ -327,7 +327,7 @@ def sort_labels(
     )
 
 
-def varying(cases: Sequence[LabelledRun]) -> list[str]:
+def find_varying_axes(cases: Sequence[LabelledRun]) -> list[str]:
     """The axes that have more than one label here."""
     axes = dict.fromkeys(axis for case in cases for axis in case.labels)
     return [axis for axis in axes if len(labels_of(cases, axis)) > 1]
@@ -341,7 +341,7 @@ def arrange(
     but their seeds. `facet`: axes that make a grid, where two of them vary: the last one goes
     across, unless it has too many labels, and the others, with all further axes, go down.
     """
-    axes = [axis for axis in varying(cases) if axis not in (colour, x)]
+    axes = [axis for axis in find_varying_axes(cases) if axis not in (colour, x)]
     cases_by_labels = group_by(cases, lambda case: case.at(axes))
     places = _grid(cases_by_labels, cases, axes, [axis for axis in facet if axis in axes])
     colours = labels_of(cases, colour)

@@ -28,11 +28,11 @@ from raydpfl.storage.files import (
     cache_root,
     check,
     digest,
+    fill_folder,
     folder_lock,
     foreign,
     is_intact,
     make,
-    put,
     read_json,
 )
 
@@ -42,7 +42,8 @@ RATE = 10e6  # bytes per second that a network has at least
 
 
 def fetch_folder(folder: str, node: str) -> Path:
-    """The folder of prepared data (`raydpfl.storage.files.put`) that `node` (Ray's id) has at this
+    """The folder of prepared data (`raydpfl.storage.files.fill_folder`) that `node` (Ray's id) has
+    at this
     path, on this node: that very folder, or a copy in this node's cache. Raises `ConfigError` where
     the cache has no room, `FileError` where it did not arrive as it is there.
     """
@@ -87,7 +88,7 @@ def _copy(source: Path, target: Path, node: str, files: Callable[[], Files]) -> 
     make(lock)
     with folder_lock(lock):
         if not is_intact(target):
-            put(target, lambda scratch: _fetch(files(), node, source, scratch))
+            fill_folder(target, lambda scratch: _fetch(files(), node, source, scratch))
     return target
 
 

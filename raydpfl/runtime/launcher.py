@@ -86,7 +86,7 @@ class Launcher:
         self._count = 0  # of client actors
         self._reason: str | None = None  # why auto runs in this process
         if client.actors == 0:
-            device.chosen(client.num_gpus)
+            device.choose_device(client.num_gpus)
         elif address:
             self._session = Session(address)
         elif "ray" in sys.modules and sys.modules["ray"].is_initialized():

@@ -101,7 +101,7 @@ def run(
     """
     place = out if out is not None else storage.new("run")
     root = Path(data_root) if data_root else None
-    with signals.handle_signals(), storage.at(place) as folder:
+    with signals.handle_signals(), storage.open_folder(place) as folder:
         _check_folder(folder, resume, fresh_noise)
         with (
             single_blas(),
@@ -243,7 +243,7 @@ class _Drive:
                 self._summarise(whole)
         finally:
             for sender in senders:
-                sender.close(self.summary, RUSHED if signals.asked() else PATIENCE)
+                sender.close(self.summary, RUSHED if signals.is_stop_requested() else PATIENCE)
         if self.status != "completed":
             self.final_measures = []
         if self.failure and self.status != "budget":
@@ -257,7 +257,7 @@ class _Drive:
         is_stopped = False
         try:
             self.reason = self.call("stop_reason")
-            while t < rounds and not (signals.asked() or is_stopped or self.reason):
+            while t < rounds and not (signals.is_stop_requested() or is_stopped or self.reason):
                 with wrap_user_errors():
                     row = self.call("round")
                 t += 1
@@ -273,8 +273,8 @@ class _Drive:
             return False
         else:
             if t < rounds and not self.reason:
-                self.status = "interrupted" if signals.asked() else "stopped"
-                if signals.asked():
+                self.status = "interrupted" if signals.is_stop_requested() else "stopped"
+                if signals.is_stop_requested():
                     self.failure = KeyboardInterrupt("interrupted by a signal")
         return True
 

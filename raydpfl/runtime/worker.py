@@ -43,8 +43,8 @@ def start_worker(
         pickled_experiment: the experiment.
         shards: the folder of its data.
         path: where the process that started the run has found modules of the user's own.
-        platform: of the run (`raydpfl.simulation.provenance.of`), what its node has to compute
-            like; None: anything.
+        platform: of the run (`raydpfl.simulation.provenance.platform_facts`), what its node has to
+            compute like; None: anything.
         source: Ray's id of the node that has the data, which sends them where they are not
             (`raydpfl.runtime.file_transfer`); empty: they are here.
     """
@@ -67,7 +67,7 @@ def start_worker(
         model = experiment.model.model_copy(update={"init": init})
         experiment = experiment.model_copy(update={"model": model})
     gpus = experiment.client.num_gpus
-    device.chosen(gpus, f"node {host}")
+    device.choose_device(gpus, f"node {host}")
     try:
         process.make(experiment, shards)
     except ConfigError as error:  # where the run was started it was none

@@ -100,8 +100,8 @@ def _compose_plans(
 ) -> Composition:
     if any(_has_step_noise(plan) for _, plan in runs):
         steps = [released_by_steps(run, plan) for run, plan in runs]
-        return local_steps_composition.together(steps, delta, accountants, adaptive)
-    return together([released(run, plan) for run, plan in runs], delta, accountants, adaptive)
+        return local_steps_composition.compose_step_runs(steps, delta, accountants, adaptive)
+    return together([release_of(run, plan) for run, plan in runs], delta, accountants, adaptive)
 
 
 def compose_trials(
@@ -139,7 +139,7 @@ def best_of_trials(
     plans = _plans(runs, data_root)
     releases = []
     for run, plan in zip(runs, plans, strict=True):
-        release = released(run, plan)
+        release = release_of(run, plan)
         # how often clients are drawn depends on the seed
         counts_participations = release.mechanism.sampling.by_participation
         rounds = run.experiment.rounds if counts_participations else release.rounds
@@ -238,7 +238,7 @@ def released_by_steps(run: StoredRun, plan: Plan) -> StepsRelease:
     return StepsRelease(run.name, release, counts, plan.experiment.seed, tuple(cohorts), rows)
 
 
-def released(run: StoredRun, plan: Plan) -> RunRelease:
+def release_of(run: StoredRun, plan: Plan) -> RunRelease:
     """What a run has released."""
     experiment = plan.experiment
     lines, rounds = run.ledger, run.rounds

@@ -30,7 +30,7 @@ from raydpfl.simulation.noise_monitor import MonitoredNoise, check_whitening
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.pool import InlinePool, Pool
 from raydpfl.simulation.recorder import Recorder, join_columns, open_tables
-from raydpfl.simulation.resume import started, take_up
+from raydpfl.simulation.resume import initial_states, take_up
 from raydpfl.storage.run_files import Clock
 from raydpfl.training import backends
 
@@ -74,7 +74,7 @@ class Coordinator:
         self.problem = plan.problem(self.shards)
         model = models.flatten(self.problem.module).numpy()
         bound = self.experiment.bounding.initial_bound
-        self.state = state or RunState(0, model, bound, started(plan))
+        self.state = state or RunState(0, model, bound, initial_states(plan))
         std = plan.drawn_std if plan.mechanism else None
         check_whitening(plan)
         seed, t = plan.noise_seed, self.state.t

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from raydpfl import models
-from raydpfl.core.device import memory, sent
+from raydpfl.core.device import memory, move_tensor
 from raydpfl.core.prng import keyed_globals
 from raydpfl.data import Shards
 from raydpfl.experiment import Experiment
@@ -161,7 +161,7 @@ class Evaluator:
         """
         self._t = t
         self._client_parameters = states
-        self._model = sent(torch.tensor(model), self.device)
+        self._model = move_tensor(torch.tensor(model), self.device)
         models.load(self.module, self._model)
         with torch.inference_mode():
             scores = [sums for index in indices for sums in self._batch_sums(index)]
@@ -179,7 +179,10 @@ class Evaluator:
         else:
             x, y = self.shards.decode(*batch.arrays)
         check(self.device, self.form, x, y)
-        tensors = sent(torch.from_numpy(x), self.device), sent(torch.from_numpy(y), self.device)
+        tensors = (
+            move_tensor(torch.from_numpy(x), self.device),
+            move_tensor(torch.from_numpy(y), self.device),
+        )
         if self.device.type != "cpu" and x.nbytes + y.nbytes <= self._free_bytes:
             self._free_bytes -= x.nbytes + y.nbytes
             self._device_batches[index] = tensors
@@ -239,7 +242,7 @@ class Evaluator:
             return
         for client in clients:
             if client in self._client_parameters:
-                part = sent(torch.tensor(self._client_parameters[client]), self.device)
+                part = move_tensor(torch.tensor(self._client_parameters[client]), self.device)
                 yield client, self.personal.whole_model(self._model, part)
 
     def _outputs(self, x: torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,7 @@ def check_node(
     host: str, expected: Mapping[str, str], gpu: Mapping[str, str] | None = None
 ) -> None:
     """Raises `RunError` if this process, on the node `host` and with a GPU of these facts, does not
-    compute as the run does (`expected`: of the run, `of`).
+    compute as the run does (`expected`: of the run, `platform_facts`).
     """
     node_facts = dict(capability())
     names = [*NODE]
@@ -182,7 +182,7 @@ def _kernel_results() -> Iterator[np.ndarray]:
     yield square @ square
 
 
-def of(experiment: Experiment) -> dict[str, str]:
+def platform_facts(experiment: Experiment) -> dict[str, str]:
     """Everything that a run of `experiment` in this process depends on, by name."""
     facts = {name: version for name, version in versions().items() if name in COMPUTING_PACKAGES}
     facts |= {"torch": str(torch.__version__), "numpy": np.__version__}

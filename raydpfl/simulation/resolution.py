@@ -170,7 +170,7 @@ def resolve(
         mechanism=mechanism,
         individual=individual,
         train_seconds=seconds,
-        platform=provenance.of(untracked_experiment),
+        platform=provenance.platform_facts(untracked_experiment),
         factors=mechanism.factors if mechanism else (),
     )
     plan.check(shards)

@@ -54,7 +54,7 @@ def take_up(
     if checkpoint is None:
         return plan, account, None
     state = checkpoint.state
-    state.states = {name: state.states.get(name, {}) for name in started(plan)}
+    state.states = {name: state.states.get(name, {}) for name in initial_states(plan)}
     check_origin(plan, checkpoint.origin, fresh_noise)
     account.verify(state.t, state.bound)
     for name, table in tables.items():
@@ -62,7 +62,7 @@ def take_up(
     return plan, account, state
 
 
-def started(plan: Plan) -> dict[str, State]:
+def initial_states(plan: Plan) -> dict[str, State]:
     """The states before the first round, by section, and clients' spent budgets."""
     experiment = plan.experiment
     members: dict[str, Any] = {

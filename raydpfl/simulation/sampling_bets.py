@@ -405,7 +405,7 @@ class _Pairs(Bet):
                     self._past_wealth = self.settle()
                     self._searches += 1
                 self._wealth = np.zeros_like(self._wealth)
-                self._pairs = together(self._past_cohorts, self._PAIR_COUNTS[-1])
+                self._pairs = improbable_pairs(self._past_cohorts, self._PAIR_COUNTS[-1])
 
     def _chance(self, draws: int) -> float:
         """The largest chance of the second of a pair among the `draws` of no first one."""
@@ -421,7 +421,7 @@ class _Pairs(Bet):
         return float(np.logaddexp(self._past_wealth, _log_mean(self._wealth) - math.log(share)))
 
 
-def together(cohorts: Sequence[np.ndarray], max_pairs: int) -> np.ndarray:
+def improbable_pairs(cohorts: Sequence[np.ndarray], max_pairs: int) -> np.ndarray:
     """The pairs of clients that came together most improbably often, int64 [2, k <= max_pairs],
     the most improbable first, every client in one pair at most.
 

@@ -1,12 +1,12 @@
 """Directories elsewhere: of a run, a sweep or anything else that is read and written, on `s3://`,
 `gs://` and whatever pyarrow.fs and fsspec reach.
 
-`at` gives a folder of this machine to work in: the directory itself, or, of one elsewhere, a copy
-whose store is kept up to it (`raydpfl.storage.synced_folder`), under a lock against other
+`open_folder` gives a folder of this machine to work in: the directory itself, or, of one elsewhere,
+a copy whose store is kept up to it (`raydpfl.storage.synced_folder`), under a lock against other
 processes (`raydpfl.storage.lock`). `readable_folder` gives one to read from.
 
 >>> with tempfile.TemporaryDirectory() as store:
-...     with at(f"local://{store}/run") as folder:
+...     with open_folder(f"local://{store}/run") as folder:
 ...         length = (folder / "notes.txt").write_text("written to a copy")
 ...     Path(store, "run", "notes.txt").read_text()
 'written to a copy'
@@ -33,10 +33,10 @@ from raydpfl.storage.synced_folder import origin, push, push_ledger, refetch, ti
 
 __all__ = [
     "absolute_name",
-    "at",
     "is_address",
     "join_address",
     "location",
+    "open_folder",
     "origin",
     "push",
     "push_ledger",
@@ -65,7 +65,7 @@ def absolute_name(name: str | Path) -> str:
 
 
 @contextmanager
-def at(name: str | Path, patience: float = WAIT) -> Iterator[Path]:
+def open_folder(name: str | Path, patience: float = WAIT) -> Iterator[Path]:
     """A folder of this machine in which to write the directory `name`, a path or an address.
 
     Of an address it is a copy, with what is there. What has changed in it is put there when this
@@ -97,7 +97,7 @@ def at(name: str | Path, patience: float = WAIT) -> Iterator[Path]:
         _empty(place)
         folder.mkdir()
         stack.enter_context(_substitute_address(folder, address))
-        stack.enter_context(lock.held(store, synced_folder.held(folder), patience))
+        stack.enter_context(lock.hold_lock(store, synced_folder.lock_note(folder), patience))
         synced_folder.begin(address, folder)
         try:
             yield folder

@@ -2,7 +2,8 @@
 what one has prepared is put there, and each of the others fetches it once, into the cache of its
 own that lies on its disk.
 
-`is_intact` and `put` are those of `raydpfl.storage.files` too. The seal of a folder is put last,
+`is_intact` and `fill_folder` are those of `raydpfl.storage.files` too. The seal of a folder is put
+last,
 and what is fetched is compared with it: a folder that was put in half, or is damaged, is none.
 """
 
@@ -21,9 +22,9 @@ log = logging.getLogger("raydpfl")
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether a folder that `put` made is here as it was made; it is fetched if it is at the
-    address alone. Raises `ConfigError` where the address cannot be reached, or the cache here has
-    no room, and `FileError` where it does not answer.
+    """Whether a folder that `fill_folder` made is here as it was made; it is fetched if it is at
+    the address alone. Raises `ConfigError` where the address cannot be reached, or the cache here
+    has no room, and `FileError` where it does not answer.
     """
     if files.is_intact(folder):
         return True
@@ -38,7 +39,7 @@ def is_intact(folder: Path) -> bool:
         sizes = seal_files = None
         with suppress(FileNotFoundError, ValueError, LookupError, TypeError):
             seal_files = json.loads(remote_folder.get(SEAL))["files"]
-            files.put(folder, lambda scratch: remote_folder.fetch(seal_files, scratch))
+            files.fill_folder(folder, lambda scratch: remote_folder.fetch(seal_files, scratch))
             sizes = json.loads((folder / SEAL).read_text())["files"]
         if sizes is not None and sizes == seal_files:
             return True
@@ -47,11 +48,11 @@ def is_intact(folder: Path) -> bool:
         return False
 
 
-def put(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Has `fill` write files into a folder of the cache (see `raydpfl.storage.files.put`), which
-    then are at the address too. Raises as `is_intact`.
+def fill_folder(folder: Path, fill: Callable[[Path], object]) -> None:
+    """Has `fill` write files into a folder of the cache (see `raydpfl.storage.files.fill_folder`),
+    which then are at the address too. Raises as `is_intact`.
     """
-    files.put(folder, fill)
+    files.fill_folder(folder, fill)
     remote_folder = _remote_folder(folder)
     if remote_folder is None:
         return

@@ -3,7 +3,7 @@
 >>> import tempfile
 >>> with tempfile.TemporaryDirectory() as place:
 ...     folder = Path(place) / "answer"
-...     put(folder, lambda scratch: (scratch / "number").write_text("42"))
+...     fill_folder(folder, lambda scratch: (scratch / "number").write_text("42"))
 ...     is_intact(folder), (folder / "number").write_text("43"), is_intact(folder)
 (True, 2, False)
 
@@ -264,7 +264,7 @@ def read_text(path: Path, max_bytes: int = 16 << 20) -> str:
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether a folder is there as `put` made it; a warning says why one there is not."""
+    """Whether a folder is there as `fill_folder` made it; a warning says why one there is not."""
     if not os.path.lexists(folder):
         return False
     flaw = _flaw(folder)
@@ -273,7 +273,7 @@ def is_intact(folder: Path) -> bool:
     return flaw is None
 
 
-def put(folder: Path, fill: Callable[[Path], object]) -> None:
+def fill_folder(folder: Path, fill: Callable[[Path], object]) -> None:
     """Has `fill` write files into a folder of the cache that takes the place `folder`, whole or not
     at all. One that is there already and whole stays; one that is not is replaced. Raises
     `ConfigError` for a cache that cannot be written or has no room, and whatever `fill` raises.
@@ -303,7 +303,7 @@ def put(folder: Path, fill: Callable[[Path], object]) -> None:
 
 
 def _flaw(folder: Path) -> str | None:
-    """What is wrong with a folder that `put` made; None: nothing."""
+    """What is wrong with a folder that `fill_folder` made; None: nothing."""
     try:
         seal = read_json(folder / SEAL)
         files = seal["files"]

@@ -39,7 +39,7 @@ def uptime() -> float:
 
 
 @contextmanager
-def held(store: Store, note: Path, patience: float = 0.0) -> Iterator[None]:
+def hold_lock(store: Store, note: Path, patience: float = 0.0) -> Iterator[None]:
     """Holds the folder of the store against other processes, on this machine and elsewhere.
 
     Args:

@@ -113,7 +113,7 @@ def push(folder: Path) -> None:
     record = _read_record(folder)
     if record is None:
         return
-    lock.check(held(folder))
+    lock.check(lock_note(folder))
     store = open_store(record["address"])
     files = {name: facts for name, facts in _files(folder).items() if not name.startswith(TRIALS)}
     stored_files = record["put"]
@@ -133,7 +133,7 @@ def push_ledger(ledger: Path) -> None:
     record = _read_record(ledger.parent)
     if record is None:
         return
-    lock.check(held(ledger.parent))
+    lock.check(lock_note(ledger.parent))
     stored_files = record["put"]
     facts = _files(ledger.parent, ledger.name)[ledger.name]
     start_byte = (stored_files.get(ledger.name) or [0])[0]
@@ -166,7 +166,7 @@ def _order(name: str) -> tuple[int, str]:
     return (later[0] if later else 0, name)
 
 
-def held(folder: Path) -> Path:
+def lock_note(folder: Path) -> Path:
     """The file next to a copy that names its lock, and says when that was renewed last."""
     return Path(f"{folder}.held")
 

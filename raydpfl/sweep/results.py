@@ -13,11 +13,11 @@ import pyarrow as pa
 from raydpfl.experiment import Experiment
 from raydpfl.models.metric_columns import CLIENT, TEST, VALIDATION, number, score_label, score_set
 from raydpfl.privacy import Composition, column
-from raydpfl.report.labels import counted, edge
+from raydpfl.report.labels import count_text, edge
 from raydpfl.sweep.search_runner import SearchResult
 from raydpfl.sweep.spaces import Options
 from raydpfl.sweep.sweep import Sweep, text_of
-from raydpfl.sweep.trials import SearchSetting, Trial, best_of, trained
+from raydpfl.sweep.trials import SearchSetting, Trial, best_of, trained_runs
 
 _STATUSES = ("completed", "budget", "stopped", "failed")
 # Fields that set how much privacy is spent: of these more is better without a search.
@@ -62,7 +62,7 @@ def gather(
     private = sweep.search.private
     problem = None
     if is_over and failures and sweep.search.on_error == "fail":
-        problem = f"{len(failures):,} of {counted(len(trials), 'trial')} failed, and no best"
+        problem = f"{len(failures):,} of {count_text(len(trials), 'trial')} failed, and no best"
         problem += " setting was chosen; go on with --resume, or choose among the others with"
         problem += " sweep.on_error=choose"
     elif is_over and best is None and not (private and private.runs == "poisson"):
@@ -170,7 +170,7 @@ class Runs(NamedTuple):
 
 def count_runs(trials: Sequence[Trial], folder: Path) -> Runs:
     """Those of a directory with these trials."""
-    runs = trained(folder / "trials")
+    runs = trained_runs(folder / "trials")
     own_trials = [t for t in trials if t.status != "failed" or t.folder.name in runs]
     for trial in own_trials:
         runs[trial.folder.name] = trial.experiment.private or runs.get(trial.folder.name, False)
@@ -192,9 +192,9 @@ def statement(
         return _private_statement(sweep, has_best, composition)
     rows = {VALIDATION: "rows held out of their training", CLIENT: "each client's own rows"}
     score_rows = rows.get(score_set(metric), "one test set")
-    basis = f"chosen by the {score_label(metric)} of {counted(runs.own, 'run')} on {score_rows}"
+    basis = f"chosen by the {score_label(metric)} of {count_text(runs.own, 'run')} on {score_rows}"
     if has_best:
-        text = f"The best of {counted(len(settings), 'setting')} was {basis}, which flatters it."
+        text = f"The best of {count_text(len(settings), 'setting')} was {basis}, which flatters it."
     else:
         text = f"No setting was {basis}."
     if has_best and score_set(metric) != TEST:
@@ -206,7 +206,7 @@ def statement(
             test_hint = f"{command} does, once (evaluate.validation=0 has it train on all rows)"
             text += f" None of them looked at the test set: {test_hint}."
     if runs.all > runs.own:
-        text += f" {counted(runs.all, 'run')} were trained in this directory, counting those of"
+        text += f" {count_text(runs.all, 'run')} were trained in this directory, counting those of"
         text += " former values, seeds and configs."
     text += choice_warning(runs.private)
     if composition:
@@ -243,7 +243,7 @@ def choice_warning(private: int, note: str = "") -> str:
     if not private:
         return ""
     return (
-        f" Choosing among {counted(private, 'private run')}{note} is itself a query on the data:"
+        f" Choosing among {count_text(private, 'private run')}{note} is itself a query on the data:"
         " each epsilon here holds for its own run alone, and none covers the choice, nor what the"
         " other runs have shown."
     )

@@ -16,7 +16,7 @@ from raydpfl.core import signals
 from raydpfl.errors import ConfigError
 from raydpfl.models.metric_columns import score_set
 from raydpfl.privacy import Composition
-from raydpfl.report.labels import counted
+from raydpfl.report.labels import count_text
 from raydpfl.simulation import user_code
 from raydpfl.simulation.resolution import resolve
 from raydpfl.storage.run_files import replace_file
@@ -26,7 +26,7 @@ from raydpfl.sweep.results import SweepResult, gather, score
 from raydpfl.sweep.search_privacy import private_search_composition, search_composition
 from raydpfl.sweep.search_runner import SearchRunner, remove_file
 from raydpfl.sweep.sweep import Sweep
-from raydpfl.sweep.trials import SearchSetting, shown
+from raydpfl.sweep.trials import SearchSetting, override_text
 from raydpfl.sweep.tune import execute
 from raydpfl.tracking import check_installed
 
@@ -58,7 +58,7 @@ def run(
         RunError: it was cut off.
     """
     place = out if out is not None else storage.new("sweep")
-    with signals.handle_signals(), storage.at(place) as folder:
+    with signals.handle_signals(), storage.open_folder(place) as folder:
         runner = SweepRunner(sweep, folder, on_change)
         resources = Resources(data_root, address, sweep.search.cpus)
         (result,) = execute([runner], resources, resume)
@@ -123,7 +123,7 @@ class SweepRunner(SearchRunner):
         experiment = sweep.trial(setting.experiment)
         for seed in sweep.seeds(len(self.settings)):
             trial_experiment = experiment.model_copy(update={"seed": seed})
-            setting.trials.append(self.add(shown(values), trial_experiment, sweep.spaces))
+            setting.trials.append(self.add(override_text(values), trial_experiment, sweep.spaces))
         self.settings.append(setting)
         return setting
 
@@ -154,10 +154,10 @@ class SweepRunner(SearchRunner):
         path = self.folder / "best.yaml"
         best = result.best if result.summary["status"] == "completed" else None
         if best:
-            seeds = counted(len(best.trials), "seed")
+            seeds = count_text(len(best.trials), "seed")
             private = self.sweep.search.private  # of which the run itself is the best
             scope = "" if private else f" of {result.summary['settings']} settings"
-            title = f"best{scope}: {shown(best.values)}"
+            title = f"best{scope}: {override_text(best.values)}"
             score_line = f"{self.metric} {score(best, self.metric)} over {seeds}"
             head = "".join(f"# {line}\n" for line in (title, score_line, result.summary["choice"]))
             text = head + (best.trials[0] if private else best).experiment.to_yaml()

@@ -14,7 +14,7 @@ from raydpfl.privacy import Composition, RunRelease
 from raydpfl.simulation.composed_runs import StoredRun, best_of_trials, compose_trials
 from raydpfl.sweep.spaces import Interval
 from raydpfl.sweep.sweep import Sweep
-from raydpfl.sweep.trials import Trial, shown, trained
+from raydpfl.sweep.trials import Trial, override_text, trained_runs
 
 
 def private_search_composition(sweep: Sweep, data_root: Path | None) -> Composition:
@@ -24,7 +24,7 @@ def private_search_composition(sweep: Sweep, data_root: Path | None) -> Composit
     """
     assert sweep.search.private
     values, trials = zip(*sweep.support(), strict=True)
-    names = [shown(point) or "every trial" for point in values]
+    names = [override_text(point) or "every trial" for point in values]
     runs = [StoredRun(*run_fields) for run_fields in zip(names, trials, strict=True)]
     composition = best_of_trials(sweep.search.private.repetition(), runs, data_root)
     for key, space in sweep.spaces.items():
@@ -45,17 +45,19 @@ def search_composition(
     """What all runs in the directory of a search have spent together; None: none was private."""
     names = {trial.folder.name for trial in trials}
     runs = [(trial.folder, trial.experiment) for trial in trials]
-    folders = [folder / "trials" / name for name in trained(folder / "trials") if name not in names]
+    folders = [
+        folder / "trials" / name for name in trained_runs(folder / "trials") if name not in names
+    ]
     try:
         # what was tried before the config was changed
         runs += [(path, Experiment.from_dict(read(path / "config.yaml"))) for path in folders]
     except ConfigError as error:
         return Composition(notes=(f"a run in trials/ cannot be read ({error})",))
     # proposals depend on the results, and so does a change of the config
-    return together(runs, data_root, sweep.search.search == "optuna" or bool(folders))
+    return compose_search(runs, data_root, sweep.search.search == "optuna" or bool(folders))
 
 
-def together(
+def compose_search(
     runs: Iterable[tuple[Path, Experiment]], data_root: Path | None, adaptive: bool = False
 ) -> Composition | None:
     """What runs spend together, those that have begun: (directory, experiment) of each. None: none

@@ -50,9 +50,9 @@ class SearchResult:
 
 
 class SearchRunner(ABC):
-    """One run of a sweep or a study (`asked`) in a directory, which has it as `KIND.yaml`. Its
-    methods are called in the driver's process, between two steps of Ray Tune, and should be quick;
-    so should `on_change`, called when something has changed, and is to be shown.
+    """One run of a sweep or a study (`specification`) in a directory, which has it as `KIND.yaml`.
+    Its methods are called in the driver's process, between two steps of Ray Tune, and should be
+    quick; so should `on_change`, called when something has changed, and is to be shown.
     """
 
     kind: str  # sweep or study
@@ -64,7 +64,7 @@ class SearchRunner(ABC):
     fail_fast = False  # whether a trial that is refused ends all others
 
     def __init__(self, specification: Any, folder: Path, on_change: Callable[[Any], object]):
-        self.asked = specification
+        self.specification = specification
         self.folder = folder.absolute()
         self.on_change = on_change
         self.start_time = time.monotonic()
@@ -162,7 +162,7 @@ class SearchRunner(ABC):
                 raise ConfigError("--resume", str(self.folder), expected)
             return
         try:
-            difference = self.asked.differs(self.asked.from_directory(self.folder))
+            difference = self.specification.differs(self.specification.from_directory(self.folder))
         except ConfigError as error:
             if error.field == "--resume":
                 raise
@@ -182,7 +182,7 @@ class SearchRunner(ABC):
             with self._report_write_errors():
                 self.tidy()
                 self.advance()
-                text = self.asked.to_yaml().encode()
+                text = self.specification.to_yaml().encode()
                 replace_file(self.config, lambda file: file.write(text))
                 self.copy_inputs()
                 self.write(self.gather(is_over=False))  # in place of an earlier result

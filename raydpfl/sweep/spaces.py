@@ -144,15 +144,17 @@ def points(spaces: Mapping[str, Options]) -> Iterator[dict[str, Any]]:
         yield dict(zip(spaces, point, strict=True))
 
 
-def put(tree: Mapping[str, Any], values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def fill_spaces(
+    tree: Mapping[str, Any], values: Mapping[str, Any], path: str = ""
+) -> dict[str, Any]:
     """A copy of the tree, whose own key is `path`, with `values` (by dotted key) in their places.
 
-    >>> put({"seed": 1, "local": {"lr": {"grid": [0.1, 1]}}}, {"local.lr": 0.1})
+    >>> fill_spaces({"seed": 1, "local": {"lr": {"grid": [0.1, 1]}}}, {"local.lr": 0.1})
     {'seed': 1, 'local': {'lr': 0.1}}
     """
     copies: dict[str, Any] = {}
     for key, value in tree.items():
         place = f"{path}{key}"
-        subtree = put(value, values, f"{place}.") if isinstance(value, Mapping) else value
+        subtree = fill_spaces(value, values, f"{place}.") if isinstance(value, Mapping) else value
         copies[key] = values.get(place, subtree)
     return copies

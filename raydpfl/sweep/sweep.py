@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from raydpfl.config.overrides import at, flatten
+from raydpfl.config.overrides import flatten, value_at
 from raydpfl.config.registry import Section
 from raydpfl.config.validation import validate
 from raydpfl.config.yaml import dump, read
@@ -34,8 +34,8 @@ from raydpfl.privacy import Repetition
 from raydpfl.privacy.repetition import Kind
 from raydpfl.simulation.composed_runs import ACCOUNTED
 from raydpfl.sweep.search_runner import Difference, read_config_tree
-from raydpfl.sweep.spaces import Options, Space, find, points, put
-from raydpfl.sweep.trials import FREE_KEYS, SearchSetting, identity, meaning, name_of, shown
+from raydpfl.sweep.spaces import Options, Space, fill_spaces, find, points
+from raydpfl.sweep.trials import FREE_KEYS, SearchSetting, identity, meaning, name_of, override_text
 
 # What may differ between a sweep and its resumption: where it runs, and how far it goes.
 _EXTENT = ("samples", "repeats", "concurrent", "cpus", "timeout", "on_error", "storage")
@@ -198,7 +198,7 @@ class Sweep:
         """The setting of these values, with no trials yet. Raises `ConfigError` if they make no
         experiment.
         """
-        tree = put(self.tree, values)
+        tree = fill_spaces(self.tree, values)
         return SearchSetting(dict(values), Experiment.from_dict(tree, imports=self.imports))
 
     def support(self) -> Iterator[tuple[dict[str, Any], Experiment]]:
@@ -241,12 +241,12 @@ class Sweep:
         """
         pair = (self, other)
         keys = self.spaces.keys() ^ other.spaces.keys()
-        fields = [{k: at(sweep.tree, k) for k in keys} for sweep in pair]
+        fields = [{k: value_at(sweep.tree, k) for k in keys} for sweep in pair]
         values = {key: space.probes[0] for key, space in self.spaces.items()}
         try:
             configs = [meaning(sweep.setting(values).experiment, self.spaces) for sweep in pair]
         except ConfigError:  # what this sweep's values make no experiment of is not this sweep
-            configs = [flatten(put(sweep.tree, values)) for sweep in pair]
+            configs = [flatten(fill_spaces(sweep.tree, values)) for sweep in pair]
         searches = [flatten({"sweep": sweep.search.model_dump()}) for sweep in pair]
         own_leaves, other_leaves = (
             spaces | search | leaves | spaces
@@ -286,7 +286,7 @@ class Sweep:
                 if text_of(same_values[key]) != text_of(value):
                     pair = f"{same_values[key]!r} and {value!r}"
                     expected = f"values that differ; {pair} make the same experiment"
-                    raise ConfigError(key, at(self.tree, key), expected)
+                    raise ConfigError(key, value_at(self.tree, key), expected)
 
     def check_search(self) -> None:
         """Raises `ConfigError` where there is nothing to search, or more settings than there are or
@@ -304,7 +304,7 @@ class Sweep:
         for key, space in self.spaces.items():
             if search.search == "grid" and not isinstance(space, Options):
                 expected = "a grid, choice or powers_of_two; an interval needs sweep.search"
-                raise ConfigError(key, at(self.tree, key), f"{expected} random or optuna")
+                raise ConfigError(key, value_at(self.tree, key), f"{expected} random or optuna")
         if search.search != "grid" and search.samples is None and not search.private:
             expected = f"a number of settings to try, for sweep.search {search.search}"
             raise ConfigError("sweep.samples", None, expected)
@@ -326,7 +326,7 @@ class Sweep:
         for key in self.spaces:
             if key.partition(".")[0] == "data" or key.startswith("evaluate.validation"):
                 expected = "one value with sweep.private, whose trials have the same clients"
-                raise ConfigError(key, at(self.tree, key), expected)
+                raise ConfigError(key, value_at(self.tree, key), expected)
 
     def check_releases(self, experiment: Experiment) -> None:
         """Raises `ConfigError` for a trial of a private search whose score or end is of rows of the
@@ -380,7 +380,7 @@ class Sweep:
             except ConfigError as error:
                 if not values or error.field in values:
                     raise
-                expected = f"{error.expected} (in the setting {shown(values)})"
+                expected = f"{error.expected} (in the setting {override_text(values)})"
                 raise ConfigError(error.field, error.value, expected) from None
         return probes
 

@@ -34,7 +34,7 @@ from raydpfl.experiment import Experiment
 from raydpfl.models import metric_columns
 from raydpfl.simulation.plan import DISPLAY_SECTIONS, FREE_SETTINGS
 from raydpfl.storage.files import read_text
-from raydpfl.sweep.spaces import put
+from raydpfl.sweep.spaces import fill_spaces
 
 FINISHED_STATUSES = ("completed", "budget", "stopped")  # a trial that is not run again
 FREE_KEYS = frozenset(f"{section}.{key}" for section, keys in FREE_SETTINGS.items() for key in keys)
@@ -152,7 +152,7 @@ def best_of(settings: Iterable[SearchSetting], metric: str, sign: int) -> Search
     return max(pairs, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
-def shown(values: Mapping[str, Any]) -> str:
+def override_text(values: Mapping[str, Any]) -> str:
     """Values in print, as overrides."""
     return " ".join(f"{key}={short_text(value)}" for key, value in values.items())
 
@@ -224,7 +224,9 @@ def restore_resolved_keys(experiment: Experiment, folder: Path) -> Experiment:
     tree = experiment.to_dict()
     leaves = flatten(tree)
     keys = [key for key, value in RESOLVED_KEYS.items() if key in leaves and leaves[key] == value]
-    return Experiment.from_dict(put(tree, {key: values[key] for key in keys if key in values}))
+    return Experiment.from_dict(
+        fill_spaces(tree, {key: values[key] for key in keys if key in values})
+    )
 
 
 def identity(values: Mapping[str, Any]) -> str:
@@ -335,7 +337,7 @@ def last_scores(folder: Path, count: int) -> dict[str, float]:
     table = rounds_of(folder) if count > 1 else None
     rows = [] if table is None else table.to_pylist()
     rows = [row for row in rows if metric_columns.is_evaluated(row)][-count:]
-    names = metric_columns.of(rows[-1]) if rows else ()
+    names = metric_columns.score_values(rows[-1]) if rows else ()
     scores = {name: [row.get(name) for row in rows] for name in names}
     return {name: float(np.mean(values)) for name, values in scores.items() if None not in values}
 
@@ -348,7 +350,7 @@ def mean_of_rounds(folder: Path, column: str) -> float | None:
     return None
 
 
-def trained(trials: Path) -> dict[str, bool]:
+def trained_runs(trials: Path) -> dict[str, bool]:
     """Every directory under `trials/` in which a round was started, by name, and if it was private.
 
     It counts under any name, however it ended, and whether or not the sweep still has it; as

@@ -373,7 +373,7 @@ class TrialActor(tune.Trainable):
         end: dict[str, Any] = {"done": True, "over": True}
         try:
             self._check_node()
-            with storage.at(self._work["folder"], PATIENCE) as folder:
+            with storage.open_folder(self._work["folder"], PATIENCE) as folder:
                 self._run_in_folder(folder)
         except ConfigError as error:
             expected = error.expected

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from raydpfl.core import prng
-from raydpfl.core.device import index, sent
+from raydpfl.core.device import index, move_tensor
 from raydpfl.core.hardware import Precision
 from raydpfl.core.messages import check_bound
 from raydpfl.core.prng import Purpose, torch_stream
@@ -170,7 +170,7 @@ class Trainer:
         """On the device, in int64 or float32."""
         tensor = torch.as_tensor(values)
         dtype = torch.float32 if tensor.is_floating_point() else torch.int64
-        return sent(tensor.to(dtype), self.device)
+        return move_tensor(tensor.to(dtype), self.device)
 
     def noises(
         self, x: np.ndarray, *, d: int, t: int, client: int, draw: int, std: float, steps: int

@@ -835,7 +835,7 @@ def test_how_many_guesses_are_made_follows_from_what_was_planned_alone():
     inside, product = np.tile([True, False], 50), np.ones(100)
     planned = np.full(100, 4.0)
     one, other = (
-        observers.visible(inside, product, power, True, 1, planned)
+        observers.visible_scores(inside, product, power, True, 1, planned)
         for power in (planned, 1.2 * planned)
     )
     assert np.array_equal(one.simulated_evidence, other.simulated_evidence)

@@ -24,7 +24,7 @@ NO_SECTION = {"report/figures"}
 
 
 def test_every_family_of_the_package_is_printed():
-    bases = {cls.__module__ for each in kinds.of() for cls in _mro(each)}
+    bases = {cls.__module__ for each in kinds.list_references() for cls in _mro(each)}
     for path in sorted((ROOT / "raydpfl").rglob("*.py")):
         folder = path.parent.relative_to(ROOT / "raydpfl").as_posix()
         if path.name != "__init__.py" or folder in NO_SECTION or folder == ".":
@@ -48,13 +48,16 @@ def _mro(kind):
 
 
 def test_what_is_printed_is_what_the_classes_take():
-    fields = {key.name: key for key in kinds.of("local.sgd")[0].keys}
+    fields = {key.name: key for key in kinds.list_references("local.sgd")[0].keys}
     assert fields["lr"].type == "number, > 0" and fields["lr"].default == 0.1
     assert fields["batch"].type == "whole number, >= 1 | full | {share}"
-    assert fields["proximal"].default == 0.0 and "FedProx" in kinds.of("local.sgd")[0].about
-    bound = next(key for key in kinds.of("clip")[0].keys if key.name == "bound")
+    assert (
+        fields["proximal"].default == 0.0
+        and "FedProx" in kinds.list_references("local.sgd")[0].about
+    )
+    bound = next(key for key in kinds.list_references("clip")[0].keys if key.name == "bound")
     assert bound.required and bound.type == "number, >= 1e-12, <= 1e+15"
-    keys = kinds.of("data.table")[0].keys
+    keys = kinds.list_references("data.table")[0].keys
     partition = next(key for key in keys if key.name == "partition")
     assert "partition: a section with a kind; default iid" in "\n".join(partition.lines())
 
@@ -64,25 +67,29 @@ def test_every_default_is_one_that_the_config_takes_back():
         if spec.family is not None:
             continue
         cls = spec.base
-        defaults = {key.name: key.default for key in kinds.of(section)[0].keys}
+        defaults = {key.name: key.default for key in kinds.list_references(section)[0].keys}
         assert cls.model_validate(defaults) == cls()
 
 
 def test_all_of_it_fits_eighty_columns():
-    wide = [line for line in kinds.render(kinds.of()).splitlines() if len(line) > kinds.WIDTH]
+    wide = [
+        line
+        for line in kinds.render(kinds.list_references()).splitlines()
+        if len(line) > kinds.WIDTH
+    ]
     assert not wide
 
 
 @pytest.mark.parametrize("name", ["bounding", "bounding.clip", "partition", "partitions", "pld"])
 def test_a_family_or_a_member_is_asked_for_by_name(name):
-    found = kinds.of(name)
+    found = kinds.list_references(name)
     stem = name.removesuffix("s")
     assert found and all(stem in each.name.split(".") or stem == each.name for each in found)
 
 
 def test_a_name_that_there_is_not_is_answered_with_the_nearest():
     with pytest.raises(ConfigError, match=r"kinds = 'boundin': expected .*; nearest: bounding"):
-        kinds.of("boundin")
+        kinds.list_references("boundin")
 
 
 def test_the_command_prints_text_json_and_the_version():
@@ -104,7 +111,9 @@ def test_every_foreign_name_is_answered_with_a_key_that_there_is():
     for name, meant in FOREIGN.items():
         path = meant.partition(" ")[0]
         section, _, key = path.rpartition(".")
-        names = {each.name for kind in kinds.of(section or "config") for each in kind.keys}
+        names = {
+            each.name for kind in kinds.list_references(section or "config") for each in kind.keys
+        }
         assert key in {*names, "kind"}, (name, meant)
 
 
@@ -112,7 +121,7 @@ def test_every_method_of_other_tools_is_answered_with_what_is_here():
     for name, meant in METHODS.items():
         path, _, kind = meant.partition(" ")[0].partition("=")
         section, _, key = path.rpartition(".")
-        found = kinds.of(f"{section}.{kind}" if kind else section or "config")
+        found = kinds.list_references(f"{section}.{kind}" if kind else section or "config")
         assert kind or key in {each.name for one in found for each in one.keys}, (name, meant)
 
 
@@ -130,7 +139,7 @@ def test_alpha_of_a_dirichlet_split_is_psi():
 
 
 def test_papers_are_named_by_author_and_year():
-    text = kinds.render(kinds.of())
+    text = kinds.render(kinds.list_references())
     assert "Das 2021 eq. 4" in text
     assert not re.findall(r"(?<![\d.,])00[0-3]\b.{0,9}", text)
     for name, member in ACCOUNTANTS.items():

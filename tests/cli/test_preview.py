@@ -66,7 +66,7 @@ def test_a_sweep_is_shown_complete_and_is_that_sweep(name, shown):
     assert written["local"]["momentum"] == 0.0 and "timeout" in written["sweep"]  # defaults
     said = remarks(text)
     assert said[0].endswith(f"{runs} of 4 rounds.")
-    for line in map(trials.shown, sweep.probe_values()):
+    for line in map(trials.override_text, sweep.probe_values()):
         assert f"  {line}" in said
     assert "All of them make an experiment." in said
 

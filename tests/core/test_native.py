@@ -583,7 +583,7 @@ def shelved(tmp_path_factory):
     command = kernel_build.command(torch.backends.cpu.get_cpu_capability())
     command = ["-O0" if each == "-O2" else each for each in command]
     path = tmp_path_factory.mktemp("shelf") / "native" / "kernels.so"
-    kernel_build.compiled(command, path)
+    kernel_build.compile_kernel(command, path)
     return path
 
 
@@ -641,7 +641,7 @@ def test_a_library_that_another_could_have_put_there_is_not_loaded_but_compiled_
             shutil.copy(shelved.parent / name, tmp_path / "made")
             os.replace(tmp_path / "made", to.parent / name)
 
-    monkeypatch.setattr(kernel_build, "compiled", again)
+    monkeypatch.setattr(kernel_build, "compile_kernel", again)
     assert native._open_library([], path.name) is not None
     assert made == [path] and native._load_verified(path) is not None
 
@@ -658,7 +658,7 @@ def test_a_library_that_draws_a_hundredth_of_the_noise_is_not_loaded(tmp_path, m
     (source / "normals.c").write_text(text.replace(call, call.replace("stds[i]", "stds[i] / 100")))
     command = kernel_build.command(torch.backends.cpu.get_cpu_capability())
     path = tmp_path / "native" / "kernels.so"
-    kernel_build.compiled(["-O0" if each == "-O2" else each for each in command], path)
+    kernel_build.compile_kernel(["-O0" if each == "-O2" else each for each in command], path)
     kernel_build.load_library(path)  # it is owned and sealed as it should
     with pytest.raises(OSError, match="computes something else"):
         native._load_verified(path)

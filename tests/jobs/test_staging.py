@@ -11,7 +11,7 @@ from conftest import SMALL
 from test_submit import server
 
 from raydpfl import Experiment
-from raydpfl.config.overrides import at
+from raydpfl.config.overrides import value_at
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import overridden
 from raydpfl.jobs import packaging
@@ -163,7 +163,7 @@ def test_every_file_that_a_config_names_goes_along_under_a_name_of_its_contents(
         text = yaml.safe_dump(tree).replace(f" {name}", f" {here / name}")
         tree = yaml.safe_load(text)
     new, files = packed(tree, here)
-    place = at(new, field)
+    place = value_at(new, field)
     assert place.startswith("files/") and place.endswith(name)
     packaging.copy(files, here / "stage")
     assert (here / "stage" / place).read_bytes() == (here / name).read_bytes()

@@ -374,7 +374,7 @@ def test_a_job_may_write_to_an_address_which_is_told_to_whoever_follows_it(tmp_p
     assert head.fetch(job) == place
     again = head.submit("a.yaml", resume=job)
     assert f"--out {place} --resume" in head._client.given["entrypoint"] and again.startswith(job)
-    with storage.at(place) as folder:
+    with storage.open_folder(place) as folder:
         (folder / "summary.json").write_text("{}")
     assert head.fetch(job, tmp_path / "here") == tmp_path / "here"
     assert (tmp_path / "here" / "summary.json").read_text() == "{}"

@@ -19,7 +19,7 @@ from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
 from raydpfl.methods.probes.clipping import BoundingProbe, round_columns
 from raydpfl.methods.probes.heterogeneity import measure_clients
-from raydpfl.methods.probes.trajectory import together
+from raydpfl.methods.probes.trajectory import project_paths
 from raydpfl.methods.selection.privacy_aware_solver import solve
 from raydpfl.privacy import budget_variance
 from raydpfl.simulation.resolution import resolve
@@ -61,7 +61,7 @@ def test_paths_in_one_plane_keep_all_their_distances_on_common_axes():
     plane = np.linalg.qr(generator.normal(size=(50, 2)))[0]
     flat = generator.normal(size=(33, 2)) * [3.0, 1.0]
     points = flat @ plane.T + generator.normal(size=50)
-    found, marks = together([points[:20], points[20:32]], marks=points[32:])
+    found, marks = project_paths([points[:20], points[20:32]], marks=points[32:])
     whole = np.concatenate([*found, marks])
     assert [len(path) for path in found] == [20, 12] and np.allclose(marks, 0, atol=1e-12)
     for points_of in (whole, flat):
@@ -75,7 +75,7 @@ def test_common_axes_are_the_principal_ones_of_all_models_whatever_the_block(mon
     generator = np.random.default_rng(1)
     paths = [generator.normal(size=(T, 30)).astype(np.float32) for T in (7, 5)]
     paths[1][2, 4] = np.nan  # a model that a run has lost
-    found, marks = together(paths)
+    found, marks = project_paths(paths)
     every = np.concatenate(paths).astype(float)
     kept = every[~np.isnan(every).any(axis=1)]
     directions = np.linalg.svd(kept - kept.mean(0), full_matrices=False)[2][:2]
@@ -86,12 +86,12 @@ def test_common_axes_are_the_principal_ones_of_all_models_whatever_the_block(mon
     assert np.allclose(np.abs(whole), np.abs(expected))
     assert np.allclose(np.abs(whole[1:] - whole[:-1]), np.abs(expected[1:] - expected[:-1]))
     monkeypatch.setattr("raydpfl.methods.probes.trajectory.BLOCK", 40)
-    again = np.concatenate(together(paths)[0])
+    again = np.concatenate(project_paths(paths)[0])
     assert np.allclose(again, np.concatenate(found), equal_nan=True)
 
 
 def test_a_path_that_never_moves_has_no_axes():
-    found, _ = together([np.ones((4, 3))])
+    found, _ = project_paths([np.ones((4, 3))])
     assert np.array_equal(found[0], np.zeros((4, 2)))
 
 

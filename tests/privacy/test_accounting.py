@@ -31,7 +31,7 @@ from raydpfl.privacy import (
     pld,
 )
 from raydpfl.privacy.accountants import ACCOUNTANTS
-from raydpfl.privacy.group import together as of_person
+from raydpfl.privacy.group import group_sampling as of_person
 from raydpfl.privacy.mechanism import Event
 from raydpfl.privacy.sampling.with_replacement import SamplingWithReplacement
 

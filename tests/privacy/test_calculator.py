@@ -73,7 +73,7 @@ def test_brackets_in_the_name_of_a_run_are_shown():
 
 def shown(found, width: int = 100) -> str:
     console = Console(width=width, file=io.StringIO(), highlight=False)
-    console.print(budget_display.shown(found))
+    console.print(budget_display.render_budget(found))
     return console.file.getvalue()
 
 

@@ -26,8 +26,8 @@ from raydpfl.privacy.factorization import (
     banded_toeplitz,
     buffered_column,
     buffered_toeplitz,
-    covered,
     error,
+    separation_refusal,
     square_root,
     toeplitz_squares,
     tree_squares,
@@ -390,7 +390,7 @@ def test_secret_cohorts_are_covered_where_noise_spans_no_two_turns_of_a_poisson_
 ):
     """With five rounds from one turn of a group to its next."""
     sampling = Sampling(kind, 10, 10 if kind == "full" else 4)
-    assert (covered(sampling, 5, bands) is None) == is_covered
+    assert (separation_refusal(sampling, 5, bands) is None) == is_covered
 
 
 @pytest.mark.parametrize(

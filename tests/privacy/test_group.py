@@ -20,7 +20,7 @@ from raydpfl.privacy import (
     rdp,
 )
 from raydpfl.privacy.calculator import PersonalBudget, sample_budget
-from raydpfl.privacy.group import together
+from raydpfl.privacy.group import group_sampling
 
 EPSILONS = np.array([0.0, 0.05, 0.4, 1.0, 2.5, 5.0])
 GRID = np.linspace(-22, 22, 11001)
@@ -172,7 +172,7 @@ class Unknown(SamplingScheme):
 
 
 def test_a_scheme_that_says_nothing_of_groups_has_group_privacy():
-    sampling, factor = together(Sampling(Unknown(), 100, 5), 3)
+    sampling, factor = group_sampling(Sampling(Unknown(), 100, 5), 3)
     assert factor == 1
     assert sampling.scheme.by_group_privacy("curves")
     ((curve, _),) = sampling.scheme.curves(sampling, 0.5, "replace_one")

@@ -5,7 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from raydpfl.privacy.search import bisect_brackets, last, narrow_bracket, near_guess, safe_end
+from raydpfl.privacy.search import (
+    bisect_brackets,
+    largest_count,
+    narrow_bracket,
+    near_guess,
+    safe_end,
+)
 
 # falling functions of x with a root each, as sharp and as flat as accounting has them
 FALLING = {
@@ -71,5 +77,7 @@ def test_the_last_number_that_fits_is_found_by_few_questions_none_far_beyond_it(
     for most in (1, 2, 3, 10, 1 << 20):
         for limit in {0, 1, 2, most - 1, most, most + 5}:
             asked = []
-            assert last(lambda n, a=asked, m=limit: a.append(n) or n <= m, most) == min(limit, most)
+            assert largest_count(lambda n, a=asked, m=limit: a.append(n) or n <= m, most) == min(
+                limit, most
+            )
             assert max(asked) <= min(most, 2 * limit + 1) and len(asked) <= 45

@@ -15,7 +15,7 @@ from raydpfl.cli.comparison_table import show
 from raydpfl.errors import ConfigError
 from raydpfl.report import compare
 from raydpfl.report.figures import Plot
-from raydpfl.report.pages import compared
+from raydpfl.report.pages import compare_runs
 from raydpfl.report.pages.comparison import comparison_page
 
 
@@ -34,7 +34,7 @@ def run(folder, seed=0, accuracy=0.75, summary=None, **sections):
 
 
 def labels(*folders, **more) -> list[tuple[str, int]]:
-    return [(each.label, len(each.runs)) for each in compared(folders, **more).settings]
+    return [(each.label, len(each.runs)) for each in compare_runs(folders, **more).settings]
 
 
 def test_seeds_are_averaged_and_labels_say_what_else_differs(tmp_path):
@@ -43,7 +43,7 @@ def test_seeds_are_averaged_and_labels_say_what_else_differs(tmp_path):
         for place, (seed, lr, accuracy) in enumerate([(0, 0.1, 0.5), (1, 0.1, 0.6), (0, 0.2, 0.7)])
     ]
     assert labels(*folders) == [("local lr 0.1", 2), ("local lr 0.2", 1)]
-    found = compared(folders)
+    found = compare_runs(folders)
     spread = found.settings[0].spread("test_accuracy")
     assert (round(spread.mean, 9), round(spread.std, 9)) == (0.55, round(0.1 / 2**0.5, 9))
     assert found.ranking()[0].label == "local lr 0.2"
@@ -82,11 +82,11 @@ def test_other_data_and_other_metrics_are_refused_in_a_line(tmp_path, complain):
     assert said.startswith("--metric") and "a score that all of them have (test_loss)" in said
     said = complain(["compare", a, loss, "--metric", "test_accuracy"])
     assert said.endswith("loss does not have it")
-    assert compared([a, loss], "test_loss").metric == "test_loss"
+    assert compare_runs([a, loss], "test_loss").metric == "test_loss"
     with pytest.raises(ConfigError, match="has no run that has ended"):
         (tmp_path / "sweep").mkdir()
         (tmp_path / "sweep" / "sweep.yaml").write_text("")
-        compared([a, tmp_path / "sweep"])
+        compare_runs([a, tmp_path / "sweep"])
 
 
 def test_the_trials_of_a_sweep_are_runs_and_those_that_were_stopped_are_not(tmp_path):
@@ -104,7 +104,7 @@ def test_the_trials_of_a_sweep_are_runs_and_those_that_were_stopped_are_not(tmp_
 @pytest.mark.slow
 def test_the_final_runs_of_a_study_are_compared_each_once(tmp_path):
     folder = studied(tmp_path / "study")
-    runs = compared([folder]).runs
+    runs = compare_runs([folder]).runs
     ended = [row["directory"] for row in results(folder) if row["status"] == "completed"]
     assert [str(run.folder.relative_to(folder)) for run in runs] == [*dict.fromkeys(ended)]
     assert all(run.name.startswith("study/") for run in runs)
@@ -115,7 +115,7 @@ HEAD = ["setting", "seeds", "test accuracy", "best", "epsilon", "rounds", "secon
 
 def printed(*folders) -> list[str]:
     console = Console(width=200, highlight=False, record=True, file=io.StringIO())
-    show(console, compared(folders))
+    show(console, compare_runs(folders))
     return console.export_text().splitlines()
 
 
@@ -144,7 +144,7 @@ def test_a_page_has_the_metric_by_round_second_and_epsilon_with_a_band(tmp_path)
         lean(tmp_path / name, "epsilon_pld", "seconds", seed=seed) for seed, name in enumerate("ab")
     ]
     folders.append(changed(lean(tmp_path / "c", "epsilon_pld", "seconds"), local={"lr": 0.7}))
-    page = comparison_page(compared(folders))
+    page = comparison_page(compare_runs(folders))
     section = next(each for each in page.sections if each.title.startswith("Test accuracy by"))
     drawings = [piece for piece in section.pieces if isinstance(piece, Plot)]
     assert [each.name.rpartition("-")[2] for each in drawings] == ["round", "seconds", "epsilon"]
@@ -159,7 +159,7 @@ def test_figures_have_the_best_of_many_settings_and_say_so(tmp_path):
     folders = [
         run(tmp_path / f"{place}", 0, place / 10, local={"lr": 1.0 + place}) for place in range(9)
     ]
-    page = comparison_page(compared(folders))
+    page = comparison_page(compare_runs(folders))
     assert any("the 7 settings with the best test accuracy of 9" in each for each in page.warnings)
     found = pieces(*folders)
     assert len(found["results"].rows) == 9

@@ -26,7 +26,7 @@ from raydpfl.report.figures import Missing, Plot, parse
 from raydpfl.report.figures.round_timing import PHASES
 from raydpfl.report.html import Page, PageSection, render
 from raydpfl.report.labels import Quantity, quantity
-from raydpfl.report.pages import compared, page_of
+from raydpfl.report.pages import compare_runs, page_of
 from raydpfl.report.pages.comparison import comparison_page
 from raydpfl.report.pages.run import SECTIONS
 from raydpfl.report.pages.study import epsilons
@@ -161,7 +161,7 @@ def lean(folder, *more, seed=0):
 
 def pieces(*folders) -> dict:
     """What a report shows and leaves out, by name or title, without drawing it."""
-    found = comparison_page(compared(folders)) if len(folders) > 1 else page_of(*folders)
+    found = comparison_page(compare_runs(folders)) if len(folders) > 1 else page_of(*folders)
     every = [piece for section in found.sections for piece in section.pieces]
     return {getattr(piece, "name", piece.title): piece for piece in every}
 

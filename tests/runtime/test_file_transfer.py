@@ -24,7 +24,7 @@ from raydpfl import Experiment, run, storage
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.runtime import file_transfer
 from raydpfl.simulation.resolution import resolve
-from raydpfl.storage.files import SEAL, is_intact, put
+from raydpfl.storage.files import SEAL, fill_folder, is_intact
 
 pytestmark = pytest.mark.slow
 
@@ -172,7 +172,7 @@ def test_a_prepared_folder_is_sent_once_to_many_processes_of_a_node(node, tmp_pa
 
 
 def test_what_is_here_is_not_sent(tmp_path):
-    put(tmp_path / "here", lambda scratch: (scratch / "a").write_text("1"))
+    fill_folder(tmp_path / "here", lambda scratch: (scratch / "a").write_text("1"))
     assert file_transfer.fetch_folder(str(tmp_path / "here"), "no node") == tmp_path / "here"
     assert (
         file_transfer.fetch_file(str(tmp_path / "here" / "a"), "no node") == tmp_path / "here" / "a"

@@ -304,10 +304,10 @@ def test_a_signal_that_is_lost_while_ray_starts_ends_the_run_all_the_same(name, 
 def test_a_second_signal_raises_at_once():
     with signals.handle_signals(), signals.defer_signals():
         signal.raise_signal(signal.SIGINT)
-        assert signals.asked()
+        assert signals.is_stop_requested()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert not signals.asked()
+    assert not signals.is_stop_requested()
 
 
 def test_an_interrupt_while_heterogeneity_is_measured_keeps_the_finished_run(tmp_path, monkeypatch):

@@ -49,10 +49,12 @@ def flat(result) -> np.ndarray:
 @pytest.fixture
 def elsewhere(monkeypatch):
     """Changes one of the facts that bits depend on: a version, or how a processor computes."""
-    of = provenance.of
+    of = provenance.platform_facts
 
     def changed(fact: str) -> None:
-        monkeypatch.setattr(provenance, "of", lambda asked: {**of(asked), fact: "other"})
+        monkeypatch.setattr(
+            provenance, "platform_facts", lambda asked: {**of(asked), fact: "other"}
+        )
 
     return changed
 

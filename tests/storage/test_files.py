@@ -209,7 +209,7 @@ def test_a_calibration_that_was_edited_is_computed_again(cache):
     assert json.loads(kept.read_text())["noise_multiplier"] == z
     kept.write_text("[" * 10_000)
     assert noise_for(2.0, mechanism, "zero_out", 1e-5) == z
-    assert calibration.cached(["another"], lambda: 1.0) == 1.0 != z
+    assert calibration.cached_multipliers(["another"], lambda: 1.0) == 1.0 != z
 
 
 def test_weights_in_the_place_of_imagenets_are_refused(tmp_path, monkeypatch):
@@ -309,7 +309,7 @@ def test_whatever_the_umask_what_the_cache_keeps_is_believed_again(tmp_path, mon
     try:
         files.keep_json(files.cache_root() / "rounds" / "one.json", [1])
         folder = files.cache_root() / "data" / "one"
-        files.put(folder, lambda scratch: (scratch / "rows").write_text("1"))
+        files.fill_folder(folder, lambda scratch: (scratch / "rows").write_text("1"))
         files.data_root(None)
         (root / "runs").mkdir(exist_ok=True)  # by a run that was submitted
         assert files.cache_root() == root and files.is_intact(folder)
@@ -323,7 +323,7 @@ def test_whatever_the_umask_what_the_cache_keeps_is_believed_again(tmp_path, mon
 @pytest.mark.parametrize("how", ["folder for all", "file for all", "folder", "file", "seal"])
 def test_prepared_data_that_another_could_have_changed_are_made_again(how, cache, caplog):
     folder = files.cache_root() / "data" / "one"
-    files.put(folder, lambda scratch: (scratch / "rows").write_text("1"))
+    files.fill_folder(folder, lambda scratch: (scratch / "rows").write_text("1"))
     place = {"folder": folder, "file": folder / "rows", "seal": folder / files.SEAL}[how.split()[0]]
     if "for all" in how:
         place.chmod(0o777)
@@ -331,7 +331,7 @@ def test_prepared_data_that_another_could_have_changed_are_made_again(how, cache
         _other_owner(place)
     assert not files.is_intact(folder)
     assert "is made again" in caplog.text
-    files.put(folder, lambda scratch: (scratch / "rows").write_text("2"))
+    files.fill_folder(folder, lambda scratch: (scratch / "rows").write_text("2"))
     assert files.is_intact(folder) and (folder / "rows").read_text() == "2"
 
 

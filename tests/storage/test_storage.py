@@ -273,7 +273,7 @@ def test_a_long_ledger_is_put_whole_now_and_then(place, monkeypatch):
     noted = lambda self, name, content: names.append(name) or put(self, name, content)  # noqa: E731
     monkeypatch.setattr(Store, "put", noted)
     release = {"mechanism": "a", "bound": 1.0, "std": 1.0}
-    with storage.at(place) as folder:
+    with storage.open_folder(place) as folder:
         mine = Ledger(folder / "ledger.jsonl")
         for t in range(40):
             mine.record(t=t, epsilon={"rdp": 0.1 * t}, **release)
@@ -290,12 +290,12 @@ def quick(monkeypatch):
 
 
 def test_of_two_processes_one_has_the_directory(place, tmp_path, quick):
-    with storage.at(place), pytest.raises(ConfigError, match="no other run is writing to"):
-        storage.at(place).__enter__()
-    with storage.at(place):  # by another cache on this machine, or another machine
+    with storage.open_folder(place), pytest.raises(ConfigError, match="no other run is writing to"):
+        storage.open_folder(place).__enter__()
+    with storage.open_folder(place):  # by another cache on this machine, or another machine
         mine = Store(place)
         said = rf"held by process {os.getpid()} on "
-        with pytest.raises(ConfigError, match=said), lock.held(mine, tmp_path / "held"):
+        with pytest.raises(ConfigError, match=said), lock.hold_lock(mine, tmp_path / "held"):
             pass
 
 
@@ -307,18 +307,18 @@ def left(place: str, name: str = "theirs") -> str:
 
 
 def test_a_dead_process_of_this_machine_holds_nothing(place, cache):
-    with storage.at(place) as folder:
-        note = synced_folder.held(folder)
+    with storage.open_folder(place) as folder:
+        note = synced_folder.lock_note(folder)
     note.write_text(f"{left(place)} 1.0")  # as it is where that process was killed
     began = time.monotonic()
-    with storage.at(place):
+    with storage.open_folder(place):
         assert time.monotonic() - began < lock.LAPSE / 2  # it is not waited for
     assert files(place) == {}
 
 
 def test_a_process_elsewhere_is_dead_when_its_lock_lapses(place, quick):
     left(place)
-    with storage.at(place):
+    with storage.open_folder(place):
         assert len(files(place)) == 1
     over = threading.Event()
 
@@ -331,7 +331,7 @@ def test_a_process_elsewhere_is_dead_when_its_lock_lapses(place, quick):
     thread.start()
     try:
         with pytest.raises(ConfigError, match="held by process 1 on theirs"):
-            storage.at(place).__enter__()
+            storage.open_folder(place).__enter__()
     finally:
         over.set()
         thread.join()
@@ -341,7 +341,10 @@ def test_who_has_lost_the_directory_writes_no_more(place, monkeypatch):
     monkeypatch.setattr(lock, "LAPSE", 0.3)
     monkeypatch.setattr(lock, "MARGIN", 0.1)
     monkeypatch.setattr(lock, "BEAT", 1.0)  # it stands still
-    with pytest.raises(FileError, match="another may have taken"), storage.at(place) as folder:
+    with (
+        pytest.raises(FileError, match="another may have taken"),
+        storage.open_folder(place) as folder,
+    ):
         (folder / "before").write_text("a")
         storage.push(folder)
         time.sleep(0.4)
@@ -361,13 +364,13 @@ def test_what_cannot_be_reached_is_refused_in_one_line():
 
 
 def test_what_is_said_of_a_directory_names_its_address(place):
-    with storage.at(place) as folder:
+    with storage.open_folder(place) as folder:
         (folder / "notes").write_text("mine")
     with pytest.raises(ConfigError, match=rf"--out = '{place}'"):
         run(described(), place)
     with pytest.raises(ConfigError, match=rf"--resume = '{place}'.*no config.yaml"):
         run(described(), place, resume=True)
-    with pytest.raises(RunError, match=f"of {place}"), storage.at(place) as folder:
+    with pytest.raises(RunError, match=f"of {place}"), storage.open_folder(place) as folder:
         raise RunError(f"of {folder}")
 
 

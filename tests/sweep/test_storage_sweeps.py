@@ -73,7 +73,7 @@ def test_it_goes_on_where_nothing_is_left_of_it(ran, tmp_path, monkeypatch):
 
 def test_a_trial_that_makes_progress_elsewhere_is_seen_to(tmp_path):
     place = f"local://{tmp_path}/store"
-    with storage.at(place) as folder:
+    with storage.open_folder(place) as folder:
         clock = iter([0.0, 20.0, 30.0, 200.0, 240.0]).__next__
         limits = Timeouts(None, clock=clock)
         experiment = Experiment.from_dict({})
@@ -89,9 +89,9 @@ def test_a_trial_that_makes_progress_elsewhere_is_seen_to(tmp_path):
 
 def test_what_a_trial_writes_is_never_written_by_its_sweep(tmp_path):
     place = f"local://{tmp_path}/store"
-    with storage.at(place) as folder:
+    with storage.open_folder(place) as folder:
         address = storage.origin(folder / "trials" / "a")
-        with storage.at(address) as own:
+        with storage.open_folder(address) as own:
             (own / "ledger.jsonl").write_text("one\n")
             storage.push(own)
             storage.refetch(folder / "trials" / "a")
@@ -116,7 +116,7 @@ def test_a_living_process_is_given_time_to_let_go(tmp_path, monkeypatch):
     store.put(theirs, b"{}")
     thread = threading.Thread(target=live)
     thread.start()
-    with storage.at(place, patience=60):
+    with storage.open_folder(place, patience=60):
         assert not thread.is_alive() or theirs not in files(place)
     thread.join()
 

@@ -120,7 +120,7 @@ def test_the_scale_is_put_in_last_and_keeps_what_the_new_data_have_a_place_for()
     small, smoke = (Study.from_dict(given, scale) for scale in ("small", "smoke"))
     assert [small.seeds, smoke.seeds] == [2, 1]
     for cell in smoke.cells:
-        made = cell.first(1)
+        made = cell.first_experiment(1)
         assert (made.data.kind, made.data.clients, made.rounds) == ("mnist", 20, 1)
         assert made.data.partition.kind == cell.labels["data.partition"]
     given["scales"]["smoke"]["data.kind"] = "synthetic"  # which is split by its own law
@@ -129,7 +129,7 @@ def test_the_scale_is_put_in_last_and_keeps_what_the_new_data_have_a_place_for()
     tried = [[len([*cell.setting_values()]) for cell in of.cells[:2]] for of in (small, smoke)]
     assert tried == [[1, 2], [1, 1]]
     # of one value there is nothing to choose
-    assert smoke.cells[1].fixed == {"local.lr": 0.05} and not smoke.cells[1].grid
+    assert smoke.cells[1].fixed_values == {"local.lr": 0.05} and not smoke.cells[1].grid
     assert smoke.runs() == {"tried": 0, "final": 8}
 
 

@@ -27,7 +27,7 @@ from raydpfl.sweep import Sweep, run, tune
 from raydpfl.sweep.optuna import propose_settings
 from raydpfl.sweep.results import count_runs, gather, statement
 from raydpfl.sweep.runner import SweepRunner
-from raydpfl.sweep.trials import Trial, identity, shown
+from raydpfl.sweep.trials import Trial, identity, override_text
 
 WAIT = 180.0  # seconds for what takes a few on a machine that is not busy with other things
 
@@ -372,7 +372,7 @@ def test_a_setting_that_cannot_be_run_is_named_and_sections_are_printed_as_a_con
     with pytest.raises(ConfigError, match=refused):
         Sweep.from_dict(tree(bounding={"grid": boundings}))
     values = {"bounding": boundings[0], "local.lr": 0.123456}
-    assert shown(values) == "bounding={kind: clip, bound: 0.5} local.lr=0.1235"
+    assert override_text(values) == "bounding={kind: clip, bound: 0.5} local.lr=0.1235"
 
 
 def test_a_trial_that_is_refused_on_the_way_ends_the_sweep_and_frees_the_cluster(

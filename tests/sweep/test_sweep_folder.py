@@ -137,7 +137,7 @@ def test_whatever_was_trained_counts_under_any_name(case, tmp_path):
     place.mkdir(parents=True)
     make(place)
     (tmp_path / "trials" / "notes.txt").touch()
-    assert trials.trained(tmp_path / "trials") == ({} if private is None else {name: private})
+    assert trials.trained_runs(tmp_path / "trials") == ({} if private is None else {name: private})
 
 
 def test_a_trial_that_failed_before_its_first_round_has_shown_nothing(tmp_path):

@@ -88,8 +88,8 @@ def test_a_run_says_its_precision_and_keeps_its_bounds(tmp_path):
 
 
 def test_what_bits_depend_on_has_the_bfloat16_of_the_processor(monkeypatch):
-    exact = provenance.of(experiment())
-    low = provenance.of(experiment(client={"precision": "bfloat16"}))
+    exact = provenance.platform_facts(experiment())
+    low = provenance.platform_facts(experiment(client={"precision": "bfloat16"}))
     assert low.keys() - exact.keys() == {"bfloat16"}
     provenance.check_node("here", low)
     monkeypatch.setattr(provenance, "bfloat16_facts", lambda: {"bfloat16": "another"})

@@ -37,7 +37,7 @@ def rows_of(found):
 def kept_and_apart(described, share, seed=5):
     """For each client, all its rows, and which of them are held out and which scored."""
     split = described.split(seed, None)
-    apart = validation_split.held_out(split, share, seed, described.overlaps())
+    apart = validation_split.hold_out_rows(split, share, seed, described.overlaps())
     clients = len(split.sizes)
     return split, apart, [apart.rows(client, client + 1) for client in range(clients)]
 
@@ -91,17 +91,17 @@ def test_what_is_held_out_is_not_trained_on_and_all_else_is(described, tmp_path,
 def test_which_rows_a_client_holds_out_depends_on_the_seed_and_itself_alone():
     split, apart, flags = kept_and_apart(data.parse(SPREAD), 0.3)
     others = replace(split, sizes=np.where(np.arange(70) == 9, split.sizes, 3))
-    alone = validation_split.held_out(others, 0.3, 5, False)
+    alone = validation_split.hold_out_rows(others, 0.3, 5, False)
     assert np.array_equal(alone.rows(9, 10)[0], flags[9][0])
     together = np.concatenate([held for held, _ in flags])
     assert np.array_equal(apart.rows(0, 70)[0], together)
-    again = validation_split.held_out(split, 0.3, 6, False).rows(0, 70)[0]
+    again = validation_split.hold_out_rows(split, 0.3, 6, False).rows(0, 70)[0]
     assert again.sum() == together.sum() and not np.array_equal(again, together)
 
 
 def test_every_row_is_as_likely_to_be_held_out():
     split = replace(kept_and_apart(data.parse(SPREAD), 0.3)[0], sizes=np.full(4000, 10))
-    held = validation_split.held_out(split, 0.3, 5, False).rows(0, 4000)[0].reshape(4000, 10)
+    held = validation_split.hold_out_rows(split, 0.3, 5, False).rows(0, 4000)[0].reshape(4000, 10)
     assert (held.sum(1) == 3).all()
     # 1200 expected, std 29; 10 places at 4.5 standard deviations
     assert np.abs(held.sum(0) - 1200).max() < 130

@@ -278,7 +278,9 @@ def _verdict(
     if rest:
         reason = f" ({base.end_reason})" if base.end_reason else ""
         unseen.append(f"the last {rest} rounds{reason}")
-    compared_rounds = set().union(*(world.compared for world in worlds if world.first is base))
+    compared_rounds = set().union(
+        *(world.compared_rounds for world in worlds if world.first is base)
+    )
     gaps = sorted({*range(len(base.records))} - compared_rounds)
     if gaps:
         suffix = f" and {len(gaps) - 20} more" if len(gaps) > 20 else ""

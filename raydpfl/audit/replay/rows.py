@@ -58,11 +58,11 @@ class ComparedRows(RowReader):
 def replace_victim_rows(reader: RowReader, victim: int, scale: float) -> OtherRows:
     """A reader of rows that gives others for those of one client."""
 
-    def others(client: int) -> Rows | None:
+    def victim_rows(client: int) -> Rows | None:
         if client != victim:
             return None
         x, y = reader.rows(client, None)
         x = x * x.dtype.type(scale) if x.dtype.kind == "f" else x[:, ::-1]
         return np.ascontiguousarray(x), np.ascontiguousarray(y[::-1])
 
-    return OtherRows(reader, others)
+    return OtherRows(reader, victim_rows)

@@ -28,7 +28,8 @@ class SumDifference:
         record: RoundRecord,
         reference: RoundRecord,
     ):
-        self.plan, self.hidden, self.t, self.here, self.there = plan, hidden, t, record, reference
+        self.plan, self.hidden, self.t = plan, hidden, t
+        self.record, self.reference = record, reference
         assert reference.cohort is not None
         self.victim = neighbour.victim
         self.draws = int((reference.cohort.clients == self.victim).sum())
@@ -44,11 +45,11 @@ class SumDifference:
         squares = 0.0
         for query in mechanism.sums:
             if query is mechanism.queries[0]:
-                unit = (self.there.bound or 0.0) * plan.weight / query.bound
+                unit = (self.reference.bound or 0.0) * plan.weight / query.bound
                 shift, slack = sum_shift
             else:
                 unit = 1.0
-                answers = self.here.answers, self.there.answers
+                answers = self.record.answers, self.reference.answers
                 if not all(query.name in world_answers for world_answers in answers):
                     continue
                 shift = abs(answers[0][query.name] - answers[1][query.name])
@@ -78,31 +79,31 @@ class SumDifference:
     def square(self) -> float:
         """Of how far the sum of the updates moves, in stds of its noise."""
         shift, slack = self._sum()
-        std = self.plan.sum_std(self.t, self.there.bound)
+        std = self.plan.sum_std(self.t, self.reference.bound)
         return (max(shift - slack, 0.0) / std) ** 2
 
     def _sum(self) -> tuple[float, float]:
         """How far the sum of the updates moves, and what rounding may add to that."""
         plan = self.plan
         if plan.lattice is not None:  # whose integers are exact
-            assert self.here.total is not None and self.there.total is not None
-            return float(np.linalg.norm(self.here.total - self.there.total)), 0.0
-        total, base = self.here.released, self.there.released
-        assert total is not None and base is not None and self.there.cohort is not None
+            assert self.record.total is not None and self.reference.total is not None
+            return float(np.linalg.norm(self.record.total - self.reference.total)), 0.0
+        total, base = self.record.released, self.reference.released
+        assert total is not None and base is not None and self.reference.cohort is not None
         grid = Grid.of(
-            len(self.there.cohort),
-            None if self.there.bound is None else self.there.bound * plan.weight,
-            plan.client_std(self.t, self.there.bound),
+            len(self.reference.cohort),
+            None if self.reference.bound is None else self.reference.bound * plan.weight,
+            plan.client_std(self.t, self.reference.bound),
         )
         order = self.plan.experiment.bounding.order
         root = len(base) ** (1 / order)
-        coarse = 2 * self.draws + (len(self.there.cohort) if self.hidden else 0)
+        coarse = 2 * self.draws + (len(self.reference.cohort) if self.hidden else 0)
         slack = root * (coarse * grid.step + 4 * float(np.spacing(np.abs(base).max(initial=0.0))))
         return float(np.linalg.norm(total - base, order)), slack
 
     def _other_client_faults(self, slack: float) -> Iterator[str]:
         """What clients send, the victim left out, is the same."""
-        records = self.here, self.there
+        records = self.record, self.reference
         if any(record.total is None or self.victim not in record.sent for record in records):
             return
         sums = [record.total - record.sent[self.victim] for record in records]
@@ -110,13 +111,13 @@ class SumDifference:
             yield f"what others send in round {self.t} differs"
 
     def _histogram(self) -> Iterator[str]:
-        histogram, base = self.here.histogram, self.there.histogram
+        histogram, base = self.record.histogram, self.reference.histogram
         if (histogram is None) != (base is None):
             yield f"a histogram is released after round {self.t} in one world alone"
         if histogram is None or base is None:
             return
-        assert self.here.scores is not None and self.there.scores is not None
-        score_vectors = (self.here.scores, self.there.scores)
+        assert self.record.scores is not None and self.reference.scores is not None
+        score_vectors = (self.record.scores, self.reference.scores)
         if len({np.delete(scores, self.victim).tobytes() for scores in score_vectors}) > 1:
             yield f"the scores of others after round {self.t} differ"
         max_shift = math.sqrt(self.share)

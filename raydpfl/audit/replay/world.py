@@ -44,7 +44,7 @@ class World(CanaryRun):
         self.faults: list[str] = []
         self.end_reason = ""  # why it ended before its last round, in words
         self.broken = False  # whether a round of it failed
-        self.compared: set[int] = set()  # rounds that the victim takes part in
+        self.compared_rounds: set[int] = set()  # rounds that the victim takes part in
         # of how far all sums have moved by the victim, in stds of their noise
         self._squares = 0.0
 
@@ -112,7 +112,7 @@ class World(CanaryRun):
     def _compare(self, t: int, record: RoundRecord, reference: RoundRecord) -> None:
         assert self.neighbour is not None and reference.cohort is not None
         if not len(reference.cohort) or self.neighbour.victim in reference.cohort.clients:
-            self.compared.add(t)
+            self.compared_rounds.add(t)
         for name, value in record.flow.items():
             if value != reference.flow.get(name):
                 self.faults.append(f"with {self.neighbour}, {name} of round {t} differs")

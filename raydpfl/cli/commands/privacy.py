@@ -148,7 +148,7 @@ def budget(
     if as_json:
         print_json(answer.to_dict())
     else:
-        Console(highlight=False).print(budget_display.shown(answer))
+        Console(highlight=False).print(budget_display.render_budget(answer))
 
 
 def _check_options(options: dict[str, Any], names: set[str], expected: str) -> None:

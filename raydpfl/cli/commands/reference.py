@@ -102,6 +102,6 @@ def kinds(
             raise ConfigError("--schema", True, f"no {name} next to it: it is of a whole config")
         print_json(config_schema.schema())
     elif as_json:
-        print_json([asdict(kind) for kind in reference.of(name)])
+        print_json([asdict(kind) for kind in reference.list_references(name)])
     else:
-        print(reference.render(reference.of(name)))
+        print(reference.render(reference.list_references(name)))

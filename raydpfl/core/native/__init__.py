@@ -88,11 +88,11 @@ def _open_library(command: list[str], name: str) -> ctypes.CDLL:
     with suppress(OSError):
         return _load_verified(path)
     with suppress(OSError):  # it is not there, or not as it was compiled
-        kernel_build.compiled(command, path)
+        kernel_build.compile_kernel(command, path)
         return _load_verified(path)
     with tempfile.TemporaryDirectory() as folder:
         private = Path(folder) / name
-        kernel_build.compiled(command, private)
+        kernel_build.compile_kernel(command, private)
         return _load_verified(private)
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from raydpfl.config.registry import Member
-from raydpfl.storage.cache import is_intact, put
+from raydpfl.storage.cache import fill_folder, is_intact
 from raydpfl.storage.files import cache_root
 
 Rows = tuple[np.ndarray, np.ndarray]  # training and test rows
@@ -63,5 +63,5 @@ def cached_columns(
     name = hashlib.sha256(repr([*dependencies, images.shape, pixels]).encode()).hexdigest()
     folder = cache_root() / "features" / name
     if not is_intact(folder):
-        put(folder, lambda scratch: np.save(scratch / "columns.npy", extract(images)))
+        fill_folder(folder, lambda scratch: np.save(scratch / "columns.npy", extract(images)))
     return np.load(folder / "columns.npy")

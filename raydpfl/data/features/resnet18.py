@@ -117,7 +117,7 @@ class ResNet18Features(Features):
 
         from raydpfl.core import device
 
-        place = device.chosen(int(torch.cuda.is_available()))
+        place = device.choose_device(int(torch.cuda.is_available()))
         net = self._net(root).to(place).to(memory_format=torch.channels_last)
         transform = _imagenet_weights().transforms(resize_size=self.resize, crop_size=self.crop)
         columns = np.empty((len(images), 512), np.float32)

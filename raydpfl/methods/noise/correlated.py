@@ -14,7 +14,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.methods.noise.base import NoiseSource
 from raydpfl.methods.noise.gaussian import Gaussian
 from raydpfl.privacy import Mechanism, Sampling
-from raydpfl.privacy.factorization import covered, toeplitz_squares
+from raydpfl.privacy.factorization import separation_refusal, toeplitz_squares
 
 
 class CorrelatedGaussian(Gaussian):
@@ -64,7 +64,7 @@ class CorrelatedGaussian(Gaussian):
 
     def resolve(self, setting: Setting, cohorts: Sampling) -> CorrelatedGaussian:
         """What `fit_matrix` gives for the run. Raises `ConfigError` where it is not covered."""
-        reason = covered(cohorts, setting.min_separation, self.span())
+        reason = separation_refusal(cohorts, setting.min_separation, self.span())
         if reason:
             raise ConfigError("noise.kind", self.kind, f"another: {reason}")
         return self.fit_matrix(setting)

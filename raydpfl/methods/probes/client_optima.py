@@ -240,7 +240,7 @@ def _has_minimum(x: np.ndarray, y: np.ndarray, weights: np.ndarray, outputs: np.
     return result.status == 0 and -float(result.fun) < PRECISION * np.abs(flat).sum()
 
 
-def least(gradient: np.ndarray, decay: float) -> bool:
+def is_minimum(gradient: np.ndarray, decay: float) -> bool:
     """Whether a value with this gradient is a minimum, or as good as one: with an L2 term of
     `decay` it is at most ||gradient||^2 / (2 decay) above it.
     """
@@ -264,7 +264,7 @@ def _minimum(
         return value, last.ravel()
 
     def stop(intermediate_result) -> None:  # scipy goes by the name
-        if least(last * scale, decay):
+        if is_minimum(last * scale, decay):
             raise StopIteration
 
     options = {"maxiter": STEPS, "maxfun": 2 * STEPS, "gtol": 0.0, "ftol": 0.0, "maxcor": 30}

@@ -16,7 +16,7 @@ from pydantic import Field
 from raydpfl import models
 from raydpfl.errors import ConfigError
 from raydpfl.methods.probes.base import Assess, Finished, Probe, Problem
-from raydpfl.methods.probes.client_optima import WIDTH, LinearLosses, Shares, least, linear
+from raydpfl.methods.probes.client_optima import WIDTH, LinearLosses, Shares, is_minimum, linear
 from raydpfl.storage.run_files import replace_file
 
 COLUMNS = ("suboptimality", "distance")
@@ -111,7 +111,7 @@ def _read_optimum(
     if not path.is_file() or path.stat().st_size != 8 * losses.layer.outputs * losses.width:
         return None
     theta = losses.matrix(np.fromfile(path, "<f8"))
-    return theta if least(value(theta)[1], losses.decay) else None
+    return theta if is_minimum(value(theta)[1], losses.decay) else None
 
 
 def quadratic_minimum(

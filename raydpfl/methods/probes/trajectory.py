@@ -2,7 +2,7 @@
 
 >>> turn = np.array([[3.0, 0.0], [3.0, 2.0], [0.0, 2.0]])
 >>> straight = np.array([[3.0, 0.0], [0.0, 0.0]])
->>> (one, other), marks = together([turn, straight], marks=np.zeros((1, 2)))
+>>> (one, other), marks = project_paths([turn, straight], marks=np.zeros((1, 2)))
 >>> one.shape, other.shape, marks.shape
 ((3, 2), (2, 2), (1, 2))
 >>> bool(np.allclose(np.linalg.norm(one[2] - other[1]), 2))  # two dimensions lose nothing here
@@ -40,7 +40,7 @@ class TrajectoryProbe(Probe):
         return write
 
 
-def together(
+def project_paths(
     paths: Sequence[np.ndarray], marks: np.ndarray | None = None
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Several paths on the two principal directions of all their models together (001 Fig. 3).

@@ -31,7 +31,9 @@ class TokenModel(Model):
         if positions not in ([], list(form.shape)):
             expected = f"one for other targets: {positions} for {form.shape} inputs; it is for"
             raise ConfigError("model.kind", self.kind, f"{expected} {MODES}")
-        return self.tokens(form.tokens, form.shape[0], outputs, every if positions else last)
+        return self.tokens(
+            form.tokens, form.shape[0], outputs, all_positions if positions else last_position
+        )
 
     def tokens(
         self, tokens: int, length: int, outputs: int, pick: Callable[[Tensor], Tensor]
@@ -42,12 +44,12 @@ class TokenModel(Model):
         raise NotImplementedError
 
 
-def every(states: Tensor) -> Tensor:
+def all_positions(states: Tensor) -> Tensor:
     """All positions."""
     return states
 
 
-def last(states: Tensor) -> Tensor:
+def last_position(states: Tensor) -> Tensor:
     """The last position, [batch, units]."""
     return states[:, -1]
 

@@ -137,7 +137,7 @@ class Pld(Accountant):
             if mu:
                 gaussian = functools.partial(pld.gaussian_delta, mu=mu)
                 curves.append((((gaussian, gaussian),), 1))
-            epsilon = max(epsilon, pld.together(curves, delta))
+            epsilon = max(epsilon, pld.composed_epsilon(curves, delta))
         mu_bound = math.hypot(*open_mus, *(event.mu_bound(n) for event, n in hidden_parts))
         epsilon = min(epsilon, float(_mu_bound_epsilons(np.array(mu_bound), delta)))
         if not all(_has_renyi(event) for event, _ in hidden_parts):

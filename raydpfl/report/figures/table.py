@@ -10,17 +10,17 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from raydpfl.config.overrides import at
+from raydpfl.config.overrides import value_at
 from raydpfl.report.figures.base import Missing, Names, Piece, ReportItem, name_of
-from raydpfl.report.labels import counted, numeric, quantity
+from raydpfl.report.labels import count_text, numeric, quantity
 from raydpfl.report.run_reader import (
     LabelledRun,
+    find_varying_axes,
     group_by,
     labels_of,
     largest_epsilon,
     sort_labels,
     values_of,
-    varying,
 )
 from raydpfl.report.statistics import SeedSpread, SeedValues, total
 from raydpfl.report.tables import (
@@ -101,7 +101,7 @@ class TableItem(ReportItem):
         comparisons = len(grid.across) - 1
         level = 1 - 0.05 / max(comparisons, 1)
         interval_words = "half of the 95 % interval of the true mean, corrected for "
-        interval_words += f"{counted(comparisons, 'comparison')} a row."
+        interval_words += f"{count_text(comparisons, 'comparison')} a row."
         if comparisons and any(case.seed is not None for case in cases):
             text = f"Differences to {base} seed by seed, in the last rounds{points}: means over "
             text += f"the seeds that both have, and {interval_words}"
@@ -166,7 +166,7 @@ class TableItem(ReportItem):
             return None, ""
         axes = {axis: labels_of(grid.cases, axis) for axis in case.labels}
         columns = published_table.columns(axes, self.match)
-        data = str(at(case.run.config, "data.kind"))
+        data = str(value_at(case.run.config, "data.kind"))
         number = published_table.number(case.labels, columns, data, self.where, self.value)
         if number is None:
             return None, ""
@@ -186,7 +186,7 @@ class CellGrid:
 
     def __init__(self, cases: Sequence[LabelledRun], rows: Sequence[str], columns: str):
         self.cases = cases
-        varying_axes = varying(cases)
+        varying_axes = find_varying_axes(cases)
         self.axes = [axis for axis in rows if axis in varying_axes]
         self.axes += [axis for axis in varying_axes if axis not in (*self.axes, columns)]
         self.across = labels_of(cases, columns) or [""]
@@ -236,7 +236,7 @@ class Values(ReportItem):
         return self.of
 
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
-        axes = [*dict.fromkeys([*self.rows, *varying(cases)])]
+        axes = [*dict.fromkeys([*self.rows, *find_varying_axes(cases)])]
         axes = [axis for axis in axes if any(axis in case.labels for case in cases)]
         cells = group_by(cases, lambda case: case.at(axes))
         rows: list[Row] = []

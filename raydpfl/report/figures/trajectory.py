@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from raydpfl.methods.probes.trajectory import together
+from raydpfl.methods.probes.trajectory import project_paths
 from raydpfl.report.figures.base import Missing, Need, Piece, PlotItem, seed_note
 from raydpfl.report.labels import Quantity
 from raydpfl.report.plot_style import INK, Axes, LegendKey, Look, look, scale, thin
@@ -43,7 +43,7 @@ class ModelPath(PlotItem):
         if sum(len(path) for path in paths) < 2:
             return None
         optima = [run.optimum for run in runs if run.optimum is not None]
-        plane_paths, marks = together(paths, optima[0] if optima else None)
+        plane_paths, marks = project_paths(paths, optima[0] if optima else None)
         return dict(zip(runs, plane_paths, strict=True)), marks
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:

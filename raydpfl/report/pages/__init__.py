@@ -23,7 +23,7 @@ def page_of(folder: Path) -> Page:
     return _source(folder).page()
 
 
-def compared(folders: Sequence[Path], metric: str | None = None) -> Comparison:
+def compare_runs(folders: Sequence[Path], metric: str | None = None) -> Comparison:
     """The runs in these directories of runs, sweeps and studies, side by side by the score `metric`
     (None: that by which they are followed). Raises `ConfigError` where one of the directories holds
     no run, or they cannot be compared.

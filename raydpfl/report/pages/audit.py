@@ -10,7 +10,7 @@ import numpy as np
 from raydpfl.errors import ConfigError
 from raydpfl.report.figures import Missing, Piece, Plot, Words
 from raydpfl.report.html import Page, PageSection, Tile
-from raydpfl.report.labels import Quantity, counted, number
+from raydpfl.report.labels import Quantity, count_text, number
 from raydpfl.report.pages.base import PageSource
 from raydpfl.report.plot_style import CHARACTERS, INK, Axes, LegendKey, Look, Subplot, look, scale
 from raydpfl.report.run_reader import Columns, arrays_of, read_table
@@ -50,7 +50,7 @@ class AuditSource(PageSource):
             pieces = [bounds(views), scores(views, canaries), table(views)]
             sections.insert(0, PageSection("Bounds against claims", pieces))
         warnings = [] if facts["passed"] else ["Something speaks against the claims."]
-        runs = f"{counted(facts['runs'], 'run')} with canaries" if views else "A replay"
+        runs = f"{count_text(facts['runs'], 'run')} with canaries" if views else "A replay"
         lead = [facts["verdict"], f"{runs}, from seed {facts['seed']}."]
         title = f"Audit {self.folder.resolve().name}"
         return Page(title, lead, tiles(facts), sections, warnings, self.flaws)

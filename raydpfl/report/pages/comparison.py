@@ -25,7 +25,7 @@ from raydpfl.report.labels import (
     Quantity,
     accountant,
     axis,
-    counted,
+    count_text,
     format_value,
     join_names,
     number,
@@ -290,8 +290,8 @@ def comparison_page(comparison: Comparison) -> Page:
     def mean(setting: SeedGroup) -> str:
         return number(setting.spread(metric).mean, metric_quantity.percent)
 
-    title = f"{counted(len(settings), 'setting')} compared"
-    lead = f"{counted(len(runs), 'run')} of {counted(len(settings), 'setting')}."
+    title = f"{count_text(len(settings), 'setting')} compared"
+    lead = f"{count_text(len(runs), 'run')} of {count_text(len(settings), 'setting')}."
     if metric_quantity.better:
         lead += f" The best {metric_quantity.words} in the last round is {mean(ranking[0])}, of "
         lead += f"{ranking[0].label}."

@@ -13,7 +13,7 @@ from raydpfl.report.figures.table import REPETITION
 from raydpfl.report.html import Page, PageSection, Tile
 from raydpfl.report.labels import (
     accountant,
-    counted,
+    count_text,
     edge,
     format_mean,
     format_value,
@@ -27,13 +27,13 @@ from raydpfl.report.run_reader import (
     LabelledRun,
     Run,
     arrange,
+    find_varying_axes,
     group_by,
     json_of,
     labels_of,
     read_table,
     stated_epsilons,
     values_of,
-    varying,
 )
 from raydpfl.report.statistics import Resample, SeedValues
 from raydpfl.report.tables import PrintedCell, Row, Table, axes_row, number_cells
@@ -175,8 +175,8 @@ class StudySource(PageSource):
 
     def tiles(self) -> list[Tile]:
         summary = self.summary
-        seeds = counted(len(summary.get("seeds", ())), "seed")
-        cells = counted(summary.get("cells"), "cell")
+        seeds = count_text(len(summary.get("seeds", ())), "seed")
+        cells = count_text(summary.get("cells"), "cell")
         tiles = [
             Tile("scale", str(self.about.get("scale", "")), seeds),
             Tile("final runs", number(summary.get("final", {}).get("runs")), cells),
@@ -312,13 +312,13 @@ def outcomes(cases: Sequence[LabelledRun], numbers: Sequence[str]) -> list[str]:
         lines.append(f"{panel.title}: {arms}." if panel.title else f"{arms}.")
     extra_panels = len(panels) - MAX_OUTCOMES
     if extra_panels > 0:
-        lines.append(f"The tables have {counted(extra_panels, 'more panel')}.")
+        lines.append(f"The tables have {count_text(extra_panels, 'more panel')}.")
     return lines
 
 
 def epsilons(cases: Sequence[LabelledRun]) -> Piece:
     """What holds in each cell, next to every formula."""
-    axes = [*(axis for axis in varying(cases) if axis != "arm"), "arm"]
+    axes = [*(axis for axis in find_varying_axes(cases) if axis != "arm"), "arm"]
     all_guarantees = [g for case in cases for g in case.run.guarantees]
     names = dict.fromkeys((g.accountant, g.kind) for g in all_guarantees)
     rows: list[Row] = []

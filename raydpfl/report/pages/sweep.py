@@ -13,7 +13,7 @@ from raydpfl.report.figures.curves import Curves
 from raydpfl.report.figures.final_metric import metric_plots
 from raydpfl.report.html import Page, PageSection, Tile
 from raydpfl.report.labels import (
-    counted,
+    count_text,
     edge_warning,
     float_or_none,
     join_names,
@@ -141,7 +141,7 @@ class SweepSource(PageSource):
             return "No setting is the best."
         values = ", ".join(f"{key} {value}" for key, value in self.best_values.items())
         score = f"{self.quantity.words} {number(self.best['mean'], self.quantity.percent)}"
-        seed_count = counted(len(self.best["seeds"]), "seed")
+        seed_count = count_text(len(self.best["seeds"]), "seed")
         return f"The best of the settings is {values}: {score}, the mean over {seed_count}."
 
     def tiles(self) -> list[Tile]:

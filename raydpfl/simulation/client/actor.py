@@ -81,7 +81,7 @@ class ClientActor:
         self.experiment = experiment
         self.shards = Shards.open(shards)
         self.form = self.shards.form(experiment.data.task)
-        self.device = device.chosen(client.num_gpus)
+        self.device = device.choose_device(client.num_gpus)
         device.settle(self.device, client.num_gpus, tf32=client.precision == "tf32")
         rows = self.shards, self.form, self.device
         on_gpu = self.device.type != "cpu"
@@ -162,7 +162,7 @@ class ClientActor:
 
         def copy_to_device(array: np.ndarray) -> torch.Tensor:
             # a copy: Ray's arrays are read-only
-            return device.sent(torch.tensor(array), self.device)
+            return device.move_tensor(torch.tensor(array), self.device)
 
         states = {
             member: {name: copy_to_device(array) for name, array in state.items()}
@@ -215,7 +215,7 @@ class ClientActor:
         all of its rows, with noise of `noise_seed`.
         """
         selection = self.experiment.selection
-        models.load(self.module, device.sent(torch.tensor(model), self.device))
+        models.load(self.module, device.move_tensor(torch.tensor(model), self.device))
         parts = []
         with device.device_errors(self.device), torch.inference_mode():
             for client in clients:

@@ -134,7 +134,7 @@ class ChunkRound:
             for place, slot in enumerate(slots.tolist()):
                 if slot in slot_states:
                     vectors[place] = torch.tensor(slot_states[slot])
-            return device.sent(vectors, actor.model.device)
+            return device.move_tensor(vectors, actor.model.device)
 
         state = actor.broadcast.get(member, {})
         return View(self.work.t, actor.lr, self.work.bound, actor.model, state, client_state)

@@ -110,7 +110,7 @@ class Contribution:
         factors = self.bounding_factors(state, slots, lengths)
         scale = torch.from_numpy(factors * state.chunk.weights[slots])
         unbounded_vectors = vectors.clone() if bounding.stateful else vectors
-        vectors *= device.sent(scale, self.device)[:, None]
+        vectors *= device.move_tensor(scale, self.device)[:, None]
         noise = self._noise_of(state, slots)
         sums = state.work.modular
         probe_noise = noise if sums is None or noise is None else sums.decode(noise)
@@ -121,16 +121,16 @@ class Contribution:
         if sums is not None:
             client_draws = state.chunk.clients[slots], state.chunk.draws[slots]
             integers = sums.encode(vectors.cpu().numpy(), *client_draws)
-            vectors = device.sent(torch.from_numpy(integers), self.device)
+            vectors = device.move_tensor(torch.from_numpy(integers), self.device)
         exact_vectors = vectors.clone() if self.experiment.noise.is_user_defined else vectors
         if noise is not None:
-            vectors += device.sent(torch.from_numpy(noise), self.device)
+            vectors += device.move_tensor(torch.from_numpy(noise), self.device)
         local_state = None
         if local.stateful:
             sent_vectors = vectors.clone() if self._user_defined else vectors
             if sums is not None:
                 decoded_vectors = sums.decode(vectors.cpu().numpy())
-                sent_vectors = device.sent(torch.from_numpy(decoded_vectors), self.device)
+                sent_vectors = device.move_tensor(torch.from_numpy(decoded_vectors), self.device)
             inverted_updates = bounding.invert(sent_vectors, view)
             local_state = local.next_state(inverted_updates, state.view("local", slots))
         # at last, as what comes before is repeated where memory is short

@@ -85,7 +85,7 @@ class Rows:
         )
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return device.sent(torch.from_numpy(array), self.device)
+        return device.move_tensor(torch.from_numpy(array), self.device)
 
 
 class GpuRows(Rows):

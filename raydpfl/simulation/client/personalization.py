@@ -60,7 +60,7 @@ class LocalParameters:
         if places:
             rows = torch.from_numpy(np.stack([states[slot] for slot in slots[places].tolist()]))
             index = device.index(np.array(places), values.device)
-            values[index] = device.sent(rows, values.device).to(values)
+            values[index] = device.move_tensor(rows, values.device).to(values)
         return values
 
     def starts(self, model: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, Starts | None]:

@@ -31,14 +31,14 @@ def _paths_by_name() -> dict[str, Path]:
     return {n: path for path in files.values() for n in header(path).get("answers", ())} | files
 
 
-def known(name: str) -> bool:
+def is_builtin(name: str) -> bool:
     """Whether a study has this id, or answers to this name."""
     return name in _paths_by_name()
 
 
 def find(name: str) -> Path:
     """The file of the study that has this id, or answers to this name. Raises `ConfigError`."""
-    if known(name):
+    if is_builtin(name):
         return _paths_by_name()[name]
     expected = f"the file of a study, or one of {', '.join(paths())} "
     expected += "(raydpfl reproduce --list says what each shows, and what else it answers to)"

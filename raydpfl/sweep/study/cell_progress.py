@@ -97,7 +97,7 @@ class CellProgress:
 
     def _final_runs(self, chosen_values: Mapping[str, Any], add: Add) -> SearchSetting:
         """The final runs with these of the values that are open."""
-        values = {**(self.references or {}), **self.cell.fixed}
+        values = {**(self.references or {}), **self.cell.fixed_values}
         values |= {key: chosen_values[key] for key in self.cell.grid}
         seeds = self.study.final_seeds()
         experiments = [self.cell.experiment(values, seed) for seed in seeds]
@@ -125,7 +125,9 @@ class CellProgress:
         study, cell = self.study, self.cell
         tried_values = [setting.values for setting in self.tries]
         spaces = {key: Options(tuple(values)) for key, values in self.grid.items()}
-        grid = [{**(self.references or {}), **cell.fixed, **point} for point in points(spaces)]
+        grid = [
+            {**(self.references or {}), **cell.fixed_values, **point} for point in points(spaces)
+        ]
         for setting in [setting for setting in grid if setting not in tried_values]:
             seeds = study.tuning_seeds()
             experiments = [cell.experiment(setting, seed, study.about.validation) for seed in seeds]

@@ -10,16 +10,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from raydpfl.config.overrides import at, copy_tree, is_space
+from raydpfl.config.overrides import copy_tree, is_space, value_at
 from raydpfl.config.registry import Section, choose
 from raydpfl.config.validation import validate
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import DEFAULTS, SECTIONS, Experiment
 from raydpfl.methods import noise
-from raydpfl.sweep.spaces import Options, parse, points, walk
-from raydpfl.sweep.spaces import put as fill_spaces
+from raydpfl.sweep.spaces import Options, fill_spaces, parse, points, walk
 from raydpfl.sweep.sweep import inline_clients
-from raydpfl.sweep.trials import shown
+from raydpfl.sweep.trials import override_text
 
 PLACEHOLDER = 1.0  # of a number that is not known yet
 
@@ -71,7 +70,9 @@ def strip_mark(name: str) -> str:
     return name.removesuffix("?")
 
 
-def put(tree: Mapping[str, Any], changes: Mapping[str, Any], keep: bool = False) -> dict[str, Any]:
+def apply_changes(
+    tree: Mapping[str, Any], changes: Mapping[str, Any], keep: bool = False
+) -> dict[str, Any]:
     """A copy of the tree with sections (whole) and dotted keys put in. A key that ends in `?` is
     skipped where the section's kind, after all other changes, has no such key. `keep`: with another
     kind of a section its keys stay as far as the new kind has them; else they go.
@@ -95,7 +96,7 @@ def _kept_keys(
     keys: dict[str, Any] = {}
     for name in changes:
         section, _, key = name.rpartition(".")
-        old_section = at(tree, section)
+        old_section = value_at(tree, section)
         if key == "kind" and section and isinstance(old_section, Mapping):
             paths = {f"{section}.{key}": old_section[key] for key in old_section if key != "kind"}
             keys |= {path: value for path, value in paths.items() if SECTIONS.has_key(result, path)}
@@ -152,7 +153,7 @@ class StudyCell:
         return math.prod(len(space.options) for space in self.grid.values()) if self.grid else 0
 
     @property
-    def fixed(self) -> dict[str, Any]:
+    def fixed_values(self) -> dict[str, Any]:
         """The values of which there is one each, where there is nothing to choose."""
         return {} if self.grid else {key: space.options[0] for key, space in self._spaces.items()}
 
@@ -184,17 +185,17 @@ class StudyCell:
 
     def setting_values(self) -> Iterator[dict[str, Any]]:
         """Every choice of the values to try, with placeholders for the numbers of other arms."""
-        values = {**dict.fromkeys(self.references, PLACEHOLDER), **self.fixed}
+        values = {**dict.fromkeys(self.references, PLACEHOLDER), **self.fixed_values}
         return ({**values, **point} for point in points(self.grid))
 
-    def first(self, seed: int) -> Experiment:
+    def first_experiment(self, seed: int) -> Experiment:
         """The experiment with the first of its values to try."""
         return self.experiment(next(self.setting_values()), seed)
 
     def display_name(self, values: Mapping[str, Any] | None = None) -> str:
         """Its name in print, with these of its values."""
         labels = [f"{axis}={name}" for axis, name in self.place.items() if axis != "arm" and name]
-        return " ".join(filter(None, [self.arm, *labels, shown(values or {})]))
+        return " ".join(filter(None, [self.arm, *labels, override_text(values or {})]))
 
     @property
     def place(self) -> dict[str, str | None]:

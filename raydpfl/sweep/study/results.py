@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from raydpfl.privacy import RIGOROUS
-from raydpfl.report.labels import counted
+from raydpfl.report.labels import count_text
 from raydpfl.simulation.provenance import COMPILED_DIGEST, commit, versions
 from raydpfl.sweep.results import choice_warning, epsilons, exclusion_note, table
 from raydpfl.sweep.study.cell_progress import CellProgress
@@ -24,7 +24,7 @@ from raydpfl.sweep.study.cells import StudyCell, label
 from raydpfl.sweep.study.claims import key, verdicts
 from raydpfl.sweep.study.identities import compare, words
 from raydpfl.sweep.study.schema import Study
-from raydpfl.sweep.trials import SearchSetting, Trial, numbers, trained
+from raydpfl.sweep.trials import SearchSetting, Trial, numbers, trained_runs
 
 MACHINE = ("seconds", "wall_seconds", "clients_per_second", "peak_rss_mb", "replaced_actors")
 INTEGER_COLUMNS = ("rounds", "parameters", "population", "repeated_rounds", "replaced_actors")
@@ -119,7 +119,7 @@ def summary(
     identities = [compare(identity, models) for identity in study.same_bits]
     failures = _failures(progress)
     reason = _problem(failures, identities) if is_over else None
-    runs = trained(folder / "trials")
+    runs = trained_runs(folder / "trials")
     return {
         "status": "running" if not is_over else "failed" if reason else "completed",
         "reason": reason,
@@ -253,7 +253,7 @@ def _statement(
         for arm, (low, high) in ranges.items()
     )
     choice_labels = "".join(f" at {axis}={label(name)}" for axis, name in about.chosen_at.items())
-    runs = counted(len(study.tuning_seeds()), "run")
+    runs = count_text(len(study.tuning_seeds()), "run")
     criterion = f"the mean {about.judge.replace('_', ' ')} of {runs} per setting"
     text = f"Values were chosen in each cell{choice_labels} by {criterion}"
     if about.validation:
@@ -261,7 +261,7 @@ def _statement(
     text += f"; the test set was not looked at. Settings tried in a cell, by arm: {numbers}."
     if study.grow:
         text += " Where an arm chose an end of a grid, the grids of all arms of its panel grew "
-        text += f"there, by {counted(study.grow, 'value')} at most."
+        text += f"there, by {count_text(study.grow, 'value')} at most."
     text += " The final runs have other seeds, and all rows."
     note = f", {former_count:,} of which are of former settings or arms," if former_count else ""
     return text + choice_warning(private_count, note)

@@ -18,7 +18,7 @@ from raydpfl.core import signals
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.storage.run_files import make_folder
 from raydpfl.sweep.resources import Resources
-from raydpfl.sweep.search_privacy import together
+from raydpfl.sweep.search_privacy import compose_search
 from raydpfl.sweep.search_runner import SearchResult, SearchRunner, describe
 from raydpfl.sweep.study import results
 from raydpfl.sweep.study.cell_progress import CellProgress
@@ -59,7 +59,7 @@ class StudyRunner(SearchRunner):
         """
         self._root = resources.root
         seed = self.study.final_seeds().start
-        experiments = [cell.first(seed) for cell in self.study.cells]
+        experiments = [cell.first_experiment(seed) for cell in self.study.cells]
         for experiment in {e.client: e for e in experiments}.values():
             resources.check(experiment)
         kinds = {(e.data.kind, e.data.clients): e for e in reversed(experiments)}
@@ -85,7 +85,7 @@ class StudyRunner(SearchRunner):
         progress = [*self.progress.values()]
         for cell in progress if is_over else ():
             tuning_runs = [(trial.folder, trial.experiment) for trial in cell.tuning_trials]
-            cell.composition = together(tuning_runs, self._root)
+            cell.composition = compose_search(tuning_runs, self._root)
         summary = results.summary(self.study, progress, self.folder, is_over) | facts
         makers = (results.final_table, results.resample_table, results.tuning_table)
         tables = [make(self.study, progress) for make in makers]
@@ -123,7 +123,9 @@ def reproduce(
         data_root, address, on_change: see `raydpfl.sweep.run`, as for what is raised.
     """
     with signals.handle_signals(), ExitStack() as stack:
-        folders = [stack.enter_context(storage.at(place)) for place in _places(studies, out)]
+        folders = [
+            stack.enter_context(storage.open_folder(place)) for place in _places(studies, out)
+        ]
         runners = [
             StudyRunner(study, folder, on_change)
             for study, folder in zip(studies, folders, strict=True)

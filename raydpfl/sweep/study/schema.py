@@ -22,7 +22,7 @@ from raydpfl.report.figures import parse
 from raydpfl.sweep.search_runner import Difference, read_config_tree
 from raydpfl.sweep.spaces import Options, points
 from raydpfl.sweep.study import builtin
-from raydpfl.sweep.study.cells import StudyCell, is_private, label, put, strip_mark
+from raydpfl.sweep.study.cells import StudyCell, apply_changes, is_private, label, strip_mark
 from raydpfl.sweep.study.claims import Claim, claim
 from raydpfl.sweep.study.identities import Identity, identity, split
 from raydpfl.sweep.trials import name_of
@@ -262,20 +262,24 @@ class Study:
     def _cell(self, place: Mapping[str, Any]) -> StudyCell:
         name, accounting = place["arm"], place["accounting"]
         arm = self.arms[name]
-        tree = put({key: self.given[key] for key in self.given if key in SECTIONS}, arm.puts)
+        tree = apply_changes(
+            {key: self.given[key] for key in self.given if key in SECTIONS}, arm.puts
+        )
         for axis, values in self.panels.items():
             value = values[place[strip_mark(axis)]]
             # else several sections and dotted keys
             is_single = strip_mark(axis) in SECTIONS or "." in axis
-            tree = put(tree, {axis: value} if is_single else _puts(f"panels.{axis}", value))
+            tree = apply_changes(
+                tree, {axis: value} if is_single else _puts(f"panels.{axis}", value)
+            )
         if accounting is not None and is_private(tree):
             meaning = arm.accounting.get(accounting, self.accounting[accounting])
             if meaning is None:
                 field = f"arms.{name}.accounting.{accounting}"
                 expected = "dotted keys, as study.accounting has no meaning for all arms"
                 raise ConfigError(field, None, expected)
-            tree = put(tree, meaning)
-        tree = put(tree, self._scale.puts, keep=True)
+            tree = apply_changes(tree, meaning)
+        tree = apply_changes(tree, self._scale.puts, keep=True)
         labels = {axis: place[axis] for axis in self.axes}
         return StudyCell(name, labels, accounting, tree, self._scale.tries, self.imports)
 
@@ -339,7 +343,7 @@ class Study:
         """
         yield from ((experiment, 1) for experiment in self.tuning_runs())
         for cell in self.cells:
-            yield cell.first(self.final_seeds().start), self.seeds
+            yield cell.first_experiment(self.final_seeds().start), self.seeds
 
     def runs(self) -> dict[str, int]:
         """Numbers of runs: `tried`, those that values are chosen by, before any grid grows, and
@@ -347,7 +351,9 @@ class Study:
         """
         tuning_names = {name_of(experiment) for experiment in self.tuning_runs()}
         seed = self.final_seeds().start
-        final_names = {(name_of(cell.first(seed)), str(cell.grid)) for cell in self.cells}
+        final_names = {
+            (name_of(cell.first_experiment(seed)), str(cell.grid)) for cell in self.cells
+        }
         return {"tried": len(tuning_names), "final": len(final_names) * self.seeds}
 
     def _check(self) -> None:

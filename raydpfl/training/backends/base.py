@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from raydpfl.core import prng
-from raydpfl.core.device import sent
+from raydpfl.core.device import move_tensor
 from raydpfl.core.hardware import Precision
 from raydpfl.core.messages import Grid
 from raydpfl.core.prng import Purpose
@@ -111,7 +111,7 @@ class StepNoise:
             draws=self.draws[slots],
             stds=self.stds[slots],
         )
-        return sent(noise, self.device)
+        return move_tensor(noise, self.device)
 
     def client_step_noise(self, step: int, count: int) -> np.ndarray:
         """The first `count` numbers of the only client at a step: float64 [count]."""
@@ -205,7 +205,7 @@ class ChunkData:
         return self._on_device(torch.from_numpy(slots)) if len(slots) else None
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return sent(tensor, self.y.device)
+        return move_tensor(tensor, self.y.device)
 
     def blocks(self, d: int, max_numbers: int | None = None) -> Iterator[tuple[slice, np.ndarray]]:
         """For every block of updates of `d` numbers (see `spans`): the slots that it spans, and
@@ -230,7 +230,7 @@ class ChunkData:
         if len(slot_noise) == active:
             return slot_noise
         noise = slot_noise.new_zeros(active, slot_noise.shape[1])
-        return noise.index_copy_(0, sent(torch.tensor(slots), slot_noise.device), slot_noise)
+        return noise.index_copy_(0, move_tensor(torch.tensor(slots), slot_noise.device), slot_noise)
 
     @property
     def _is_full_batch(self) -> bool:

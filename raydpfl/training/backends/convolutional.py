@@ -35,7 +35,7 @@ from raydpfl.models.linear_stack import (
     parameter_offsets,
     read_step,
     reverse_calls,
-    taken,
+    take_places,
 )
 from raydpfl.models.tasks import Task
 from raydpfl.training.backends.base import UNDERFLOW_SQUARE, ChunkData, clip_factors
@@ -315,7 +315,7 @@ def _link(places: dict[int, int], call: nn.Module | Call) -> Link | Pool | None:
         if isinstance(call.padding, str) or call.padding_mode != "zeros":
             raise NoStack("a convolution whose padding is not so many zeros is not supported")
         outputs, inputs, height, width = call.weight.shape
-        place, bias_place = taken(places, call.weight, call.bias)
+        place, bias_place = take_places(places, call.weight, call.bias)
         weight = Parameter(place, (outputs, height, width, inputs), (0, 3, 1, 2))
         bias = _bias(bias_place, outputs)
         return Convolution(weight, bias, call.stride, call.padding, call.dilation, call.groups)
@@ -338,7 +338,7 @@ def _link(places: dict[int, int], call: nn.Module | Call) -> Link | Pool | None:
     if isinstance(step, Activation):
         return Pointwise(step)
     matrix, vector = step
-    place, bias_place = taken(places, matrix, vector)
+    place, bias_place = take_places(places, matrix, vector)
     return Dense(Parameter(place, tuple(matrix.shape), (0, 1)), _bias(bias_place, len(matrix)))
 
 

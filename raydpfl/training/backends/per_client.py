@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from raydpfl.core.device import sent
+from raydpfl.core.device import move_tensor
 from raydpfl.methods.local.base import Local
 from raydpfl.models.tasks import Task
 from raydpfl.training.backends.base import CORE, Backend, Block, ChunkData, Rule
@@ -126,7 +126,7 @@ class OneByOne(Backend):
         if images_last:
             x = x.permute(0, 2, 3, 1).contiguous()
         index = chunk.index[slot, : chunk.steps[slot], : chunk.batch_sizes[slot]]
-        for rows in sent(torch.from_numpy(index), self.device):
+        for rows in move_tensor(torch.from_numpy(index), self.device):
             batch = x.index_select(0, rows)
             yield batch.permute(0, 3, 1, 2) if images_last else batch, y.index_select(0, rows)
 
