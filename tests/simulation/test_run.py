@@ -471,9 +471,9 @@ def test_slow_clients_are_not_shown_as_none_per_second(value, said):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from raydpfl.storage.files import holding
+from raydpfl.storage.files import folder_lock
 
-with holding(Path(sys.argv[1])):
+with folder_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(float(sys.argv[2]))
 """
