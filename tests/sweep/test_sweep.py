@@ -639,3 +639,22 @@ def check_as_if_alone(row: dict, changes: dict, folder: Path) -> None:
     for name in ("status", "rounds", "test_accuracy", "test_loss", "model_sha256"):
         assert row[name] == alone[name]
     assert row["epsilon_rdp"] == alone["guarantees"][0]["epsilon"]
+
+
+def test_writing_the_results_so_far_takes_a_twentieth_of_the_time_at_most(monkeypatch):
+    seconds, saves = [0.0], []
+
+    def save():
+        saves.append(seconds[0])
+        seconds[0] += 8.0
+
+    monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    runner = SimpleNamespace(timeout=None, trials=[], on_change=lambda runner: None, save=save)
+    resources = SimpleNamespace(watch=lambda: None, nodes=lambda: [])
+    watch = tune.Watch([runner], {"a": SimpleNamespace(finished=True)}, resources)
+    while seconds[0] < 1000:
+        seconds[0] += 1.0
+        watch.on_trial_start(0, [], SimpleNamespace(trial_id="a"))
+        watch.on_step_end(0, [])
+    assert saves[0] <= 6.0
+    assert 5 <= len(saves) <= 0.05 * 1000 / 8 + 1
