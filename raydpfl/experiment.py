@@ -150,14 +150,14 @@ class Experiment(Section):
         with allow_imports(imports):
             tree = overridden(values, overrides)
             _check_single_run(tree)
-            members = {
+            fields = {
                 name: SECTIONS[name].value(name, tree.get(name, SECTIONS[name].default))
                 if name in SECTIONS
                 else tree[name]
                 for name in cls.model_fields
                 if name in SECTIONS or name in tree
             }
-            experiment = validate(cls, "", members)
+            experiment = validate(cls, "", fields)
         if experiment.unimported_kinds.keys() - {"model", "server", "evaluate", "track"}:
             return experiment
         per_sample = experiment.bounding.sample_bound is not None

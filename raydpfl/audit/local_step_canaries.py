@@ -217,7 +217,7 @@ class SampleCanaryRun(CanaryRun):
         std = float(_steps(self.plan).stds[client])
         weights = self._weights(n)
         total = float(weights.sum())
-        energy = float(np.linalg.norm(weights))
+        weight_norm = float(np.linalg.norm(weights))
         residual = (steps - total * correction.double()).float()
         middle = torch.zeros(self.plan.d, dtype=torch.float64)
         for _, first, second in self.canaries.pair_gradients(client, model):
@@ -229,8 +229,8 @@ class SampleCanaryRun(CanaryRun):
             half = (first - second) / 2
             halves[piece] = torch.linalg.vector_norm(half, dim=1).numpy()
             products[piece] = (half @ residual).double().numpy()
-        amplitudes = total / energy * halves / (n * std)
-        scores = products / (np.maximum(halves, 1e-30) * energy * std)
+        amplitudes = total / weight_norm * halves / (n * std)
+        scores = products / (np.maximum(halves, 1e-30) * weight_norm * std)
         self.product[part] += amplitudes * scores
         self.power[part] += amplitudes**2
         t = state.work.t

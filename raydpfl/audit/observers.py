@@ -76,9 +76,8 @@ def visible_scores(
     shifts = np.sqrt(power)
     generator, signs = _worlds(seed, len(inside), mirrored)
     initial_power = power if initial_power is None else initial_power
-    simulated_product = (
-        np.sqrt(initial_power) * generator.standard_normal(len(signs)) + signs * initial_power
-    )
+    normals = generator.standard_normal(len(signs))
+    simulated_product = np.sqrt(initial_power) * normals + signs * initial_power
     evidence, simulated_evidence = (
         2 * row if mirrored else row - shifts**2 / 2 for row in (product, simulated_product)
     )

@@ -52,8 +52,8 @@ def delta_lower_bound(
     if presence == CERTAIN:
         total_mu = mu * math.sqrt(rounds)  # one Gaussian: Balle and Wang 2018, Theorem 8
         log_p = log_ndtr(total_mu / 2 - epsilon / total_mu)
-        log_q = epsilon + log_ndtr(-total_mu / 2 - epsilon / total_mu)
-        return float(-math.exp(log_p) * math.expm1(min(log_q - log_p, 0.0)))
+        log_scaled_q = epsilon + log_ndtr(-total_mu / 2 - epsilon / total_mu)
+        return float(-math.exp(log_p) * math.expm1(min(log_scaled_q - log_p, 0.0)))
     return max(_delta(epsilon, mu, presence, int(rounds), forward) for forward in (True, False))
 
 

@@ -134,7 +134,7 @@ def bound(case: Example) -> str:
     )
 
 
-def client_independence(case: Example) -> str:
+def each_alone(case: Example) -> str:
     """What one client gets does not depend on the others of its block."""
     view = case.view(BLOCK_CLIENTS)
     updates = tensor(BLOCK_CLIENTS, case.d)

@@ -125,7 +125,7 @@ def _times(sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
     return times, binom.pmf(times, sampling.cohort, chance)
 
 
-def lone_client_bound(case: Claims) -> str:
+def no_more_private_than_a_lone_client(case: Claims) -> str:
     """No delta that is claimed is below that of a client who alone moves the sum."""
     delta_count = 0
     for z in NOISE:
@@ -141,7 +141,7 @@ def lone_client_bound(case: Claims) -> str:
     return f"{delta_count} values of delta held against an integral"
 
 
-def attack_bound(case: Claims) -> str:
+def no_less_than_an_attack(case: Claims) -> str:
     """No trade-off curve is above the errors that an attack on a lone client makes."""
     point_count = 0
     for accountant, mechanism, relation, words in case.covered(NOISE[0]):
@@ -161,7 +161,7 @@ def attack_bound(case: Claims) -> str:
     return f"{point_count} points of trade-off curves held against the best test"
 
 
-def monotonicity(case: Claims) -> str:
+def monotone(case: Claims) -> str:
     """Epsilon rises with the rounds, and falls with the noise."""
     for low_noise, high_noise in zip(*map(case.covered, NOISE), strict=True):
         curves = []

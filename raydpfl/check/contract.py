@@ -122,9 +122,9 @@ def check_shapes(before: dict[str, np.ndarray], after: dict[str, np.ndarray]) ->
     hold(before.keys() == after.keys(), names)
     for name, array in before.items():
         after_array = np.asarray(after[name])
-        start_layout = f"the state's {name} began as {array.dtype} {list(array.shape)}"
+        start_text = f"the state's {name} began as {array.dtype} {list(array.shape)}"
         same_layout = (after_array.shape, after_array.dtype) == (array.shape, array.dtype)
-        hold(same_layout, f"{start_layout}, and is {after_array.dtype} {list(after_array.shape)}")
+        hold(same_layout, f"{start_text}, and is {after_array.dtype} {list(after_array.shape)}")
         hold(np.isfinite(after_array).all(), f"the state's {name} is not finite")
 
 

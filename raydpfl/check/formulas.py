@@ -9,7 +9,7 @@ from raydpfl.privacy.accountants import Formula
 CLIENT = {"bound": 1.0, "batch": 10, "samples": 600, "steps": 40}
 
 
-def noise_monotonicity(case: Formula) -> str:
+def more_noise(case: Formula) -> str:
     """The epsilon that it prints, where all its conditions hold, falls with the noise."""
     claims = [case.printed(std, DELTA, **CLIENT) for std in (0.5, 1.0, 4.0, 40.0)]
     values = [one.value for one, delta in claims if delta == DELTA and not one.conditions_failed]

@@ -90,7 +90,7 @@ def training(case: Example) -> str:
     return "by itself, the same twice"
 
 
-def backend_agreement(case: Example) -> str:
+def every_backend(case: Example) -> str:
     """Every backend that can carry out its rule takes the same first steps."""
     agreeing_backends = []
     if case.member.trains:

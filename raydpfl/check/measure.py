@@ -11,7 +11,7 @@ from raydpfl.check.runs import run_plan
 from raydpfl.simulation.recorder import CLIENT_COLUMNS
 
 
-def model_equality(case: Example) -> str:
+def no_bit_changed(case: Example) -> str:
     """Measuring changes no bit of the model."""
     plan = case.plan
     bare_plan = replace(plan, experiment=plan.experiment.model_copy(update={"measure": ()}))

@@ -61,7 +61,7 @@ class MetricCase:
         batches = zip(outputs.split(width), y.split(width), strict=True)
         parts = [self.metric.sums(form, *batch).double().numpy() for batch in batches]
         hold(all(part.ndim == 1 for part in parts), "sums gives no vectors")
-        return self.metric.merge(parts)
+        return self.metric.joined(parts)
 
     def value(self, form: Form, outputs: torch.Tensor, y: torch.Tensor, width: int = ROWS) -> Any:
         """The metric of rows in batches of this width."""
@@ -109,7 +109,7 @@ def _check_equal(whole: float | None, other: float | None, note: str) -> None:
     hold(np.isclose(whole, other, rtol=TOLERANCE, atol=TOLERANCE), f"{other} {note}, not {whole}")
 
 
-def input_preservation(case: MetricCase) -> str:
+def untouched(case: MetricCase) -> str:
     """It leaves outputs and targets as they are, and gives the same twice."""
     for form, outputs, y in case.rows():
         copies = outputs.clone(), y.clone()
@@ -121,7 +121,7 @@ def input_preservation(case: MetricCase) -> str:
     return "as they were"
 
 
-def direction(case: MetricCase) -> str:
+def better(case: MetricCase) -> str:
     """It knows whether more or less of it is better."""
     sign = case.metric.sign()
     hold(sign in (-1, 0, 1), f"sign gives {sign!r}")

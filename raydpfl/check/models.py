@@ -97,7 +97,7 @@ def shapes(case: Example) -> str:
     return f"[{shape}] to [{', '.join(map(str, form.outputs))}], {case.d:,} parameters"
 
 
-def row_independence(case: Example) -> str:
+def each_row_alone(case: Example) -> str:
     """What it gives for a row does not depend on the other rows of the batch."""
     module, form = _module_and_form(case)
     x = form.inputs(5, stream(0, Purpose.DATA))
@@ -120,7 +120,7 @@ def initial_parameters(case: Example) -> str:
     return "the same for every seed" if torch.equal(vectors[0], vectors[2]) else "by the seed"
 
 
-def same_bits(case: Example) -> str:
+def same_bits_twice(case: Example) -> str:
     """Asked twice, outputs and gradients are the same to the last bit."""
     module, form = _module_and_form(case)
     x, y = _rows(form, 4)
@@ -144,7 +144,7 @@ def _gradients(
     return [outputs.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
-def parameter_gradients(case: Example) -> str:
+def every_parameter(case: Example) -> str:
     """Each trained parameter has a gradient: what has none is sent, with noise, for nothing."""
     module, form = _module_and_form(case)
     x, y = _rows(form, 4)
@@ -172,14 +172,14 @@ def copies(case: Example) -> str:
     return "copied, and through safetensors"
 
 
-def backend_agreement(case: Example) -> str:
+def every_backend(case: Example) -> str:
     """The backend that a run takes, like every other one that fits, comes to where the loop does:
     to 1e-5 of the model, or to 1e-3 of the step where a ReLU's input rounds across 0.
     """
     return _compare_backends(case, None)
 
 
-def clipped_backend_agreement(case: Example) -> str:
+def every_backend_with_clipping(case: Example) -> str:
     """The same where every sample's gradient is clipped."""
     module, form = _module_and_form(case)
     try:

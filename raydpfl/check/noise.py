@@ -109,7 +109,7 @@ def gaussian(case: Example) -> str:
     return f"p = {test.pvalue:.2g} by Kolmogorov and Smirnov"
 
 
-def independence(case: Example) -> str:
+def independent(case: Example) -> str:
     """No noise is drawn twice: that of clients, of rounds and of runs is independent."""
     scores = _noise_scores(case)
     scores += [*_server_scores(case, seed=4), *_client_scores(case, seed=4)]
@@ -160,7 +160,7 @@ def late_rounds(case: Example) -> str:
     return f"p = {min(1.0, min_p):.2g} over up to {max(rounds for *_, rounds in RUNS)} rounds"
 
 
-def accounted_std(case: Example) -> str:
+def as_accounted(case: Example) -> str:
     """The sum of a round carries as much noise as the accountants count on."""
     plan = case.plan
     noise = plan.experiment.noise

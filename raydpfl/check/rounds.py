@@ -19,12 +19,12 @@ def runs(case: Example) -> str:
     return f"{case.inline_run.position()} rounds, {case.d} parameters"
 
 
-def same_bits_repeat(case: Example) -> str:
+def same_bits_twice(case: Example) -> str:
     """A second run in the same process gives the same bits."""
     return _check_same_bits(case, case.run("second"))
 
 
-def same_bits_pool(case: Example) -> str:
+def same_bits_pooled(case: Example) -> str:
     """Clients on three actors, whose results come last first, give the same bits."""
     return _check_same_bits(case, case.run("pooled", actors=3))
 
@@ -36,7 +36,7 @@ def same_bits_per_client(case: Example) -> str:
     return _check_same_bits(case, case.run("per client", actors=0))
 
 
-def same_bits_resume(case: Example) -> str:
+def same_bits_resumed(case: Example) -> str:
     """A run that is taken up from a checkpoint gives the same bits, and finds in it all that it
     kept.
     """
@@ -66,7 +66,7 @@ def _check_same_bits(case: Example, other: RecordingCoordinator) -> str:
     return "as inline, to the last bit"
 
 
-def norm_bound(case: Example) -> str:
+def bound_held(case: Example) -> str:
     """In a run no client sends more than the bound in force."""
     if case.inline_run.bounds[0] is None:
         return "nothing that is sent is bounded"

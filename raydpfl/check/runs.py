@@ -100,16 +100,16 @@ def run_plan(
     stop_round: int | None = None,
     resume: bool = False,
 ) -> RecordingCoordinator:
-    """A run of a plan in the directory `out`, saved after its last round or the first `stop_round`,
-    on `actors` client actors (0: one per client, None: inline).
+    """A run of a plan in the directory `out`, saved after its last round or before `stop_round`, on
+    `actors` client actors (0: one per client, None: inline).
     """
     out.mkdir(parents=True, exist_ok=True)
     coordinator = RecordingCoordinator(plan, str(out), resume=resume)
     coordinator.start()
     if actors is not None:
         coordinator.pool = SeveralActors(plan.experiment, str(plan.shards), actors)
-    last_round = plan.experiment.rounds if stop_round is None else stop_round
-    while coordinator.position() < last_round:
+    rounds = plan.experiment.rounds if stop_round is None else stop_round
+    while coordinator.position() < rounds:
         coordinator.round()
     coordinator.save()
     return coordinator

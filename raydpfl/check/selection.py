@@ -172,8 +172,8 @@ def numbers(case: Example) -> str:
         hold(factors.shape == (len(population),), f"corrections are {list(factors.shape)}")
         hold(np.isfinite(factors).all(), "a correction is not finite")
     declared_sampling = member.sampling(population)
-    hides_size = declared_sampling.coins is None or member.hides_size()
-    hold(hides_size, "each client has a coin of its own: hides_size is to be True")
+    is_consistent = declared_sampling.coins is None or member.hides_size()
+    hold(is_consistent, "each client has a coin of its own: hides_size is to be True")
     return f"divided by {divisor:g}"
 
 

@@ -70,7 +70,7 @@ def values(case: Example) -> str:
     return f"{split.classes} classes" if split.classes else "numbers"
 
 
-def same_rows(case: Example) -> str:
+def same_rows_twice(case: Example) -> str:
     """Asked twice, it gives the same rows to the same clients, whatever the process has drawn."""
     splits = []
     for process_seed in (0, 1):
@@ -86,7 +86,7 @@ def same_rows(case: Example) -> str:
     return "the same bits"
 
 
-def client_ranges(case: Example) -> str:
+def any_clients(case: Example) -> str:
     """The rows of some clients are those they have among all, in whatever order they are read."""
     split = _split(case)
     all_rows = _rows(split, 0, len(split.sizes))

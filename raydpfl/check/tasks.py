@@ -111,7 +111,7 @@ def loss(case: Example) -> str:
     return "finite, of each sample alone"
 
 
-def same_loss(case: Example) -> str:
+def same_twice(case: Example) -> str:
     """It keeps nothing: asked twice, the loss is the same to the last bit."""
     form, outputs, y = _outputs(case, 5)
     first_loss = form.task.loss(outputs.clone(), y.clone())
@@ -132,7 +132,7 @@ def right(case: Example) -> str:
     return f"{hits} of {total}" if total else "no accuracy"
 
 
-def closed_form_loss(case: Example) -> str:
+def written_out(case: Example) -> str:
     """The closed form that backends go by is that of the loss."""
     form, _ = _module_of(case)
     closed_form = form.task.loss_form()
@@ -151,7 +151,7 @@ def closed_form_loss(case: Example) -> str:
     return closed_form
 
 
-def backend_agreement(case: Example) -> str:
+def every_backend(case: Example) -> str:
     """Every backend that takes the task has the same first steps."""
     form, module = _module_of(case)
     agreeing_backends = []

@@ -13,7 +13,7 @@ NAMES = ("cohort", "train_loss", "test_accuracy", "epsilon_pld", "seconds")
 SUMMARY = {"status": "completed", "rounds": 6, "best_test_accuracy": 0.5, "holds": []}
 
 
-def round_delivery(case: Example) -> str:
+def every_round(case: Example) -> str:
     """It takes every round of a run, one without an evaluation too, and how it ended."""
     folder = case.folder / "rounds"
     name, rounds = _send_rounds(case, folder, 0, 3)
@@ -21,7 +21,7 @@ def round_delivery(case: Example) -> str:
     return f"3 rounds, of a run that it calls {name or 'nothing'}"
 
 
-def resumption(case: Example) -> str:
+def gone_on_with(case: Example) -> str:
     """It goes on with a run that is resumed, and does not begin another one."""
     folder = case.folder / "second"
     name, _ = _send_rounds(case, folder, 0, 3)
@@ -45,7 +45,7 @@ def _send_rounds(case: Example, folder: Path, start: int, stop: int) -> tuple[st
     name, rounds = book.entry(tracker.kind)
     run = Tracked(folder, str(folder), "checked", "", case.tree(), name, rounds)
     with captured_warnings() as warning_texts:
-        sender = Sender(tracker.relocate(folder), run, book)
+        sender = Sender(tracker.kept_in(folder), run, book)
         for t in range(start, stop):
             values = {name: 0.1 * t for name in NAMES}
             sender.put({"round": t, **values, "test_loss": None if t % 2 else 0.5})

@@ -34,11 +34,10 @@ def numbers(case: Example) -> str:
 def mean(case: Example) -> str:
     """The weights have mean 1 over the population."""
     for sizes in POPULATIONS:
-        mean = float(_weights(case, sizes).mean())
+        weights = _weights(case, sizes)
+        mean = float(weights.mean())
         hold(abs(mean - 1) <= 1e-9, f"the mean over {len(sizes)} clients is {mean:.6g}")
-        hold(
-            not case.member.plain() or (_weights(case, sizes) == 1).all(), "plain weights are not 1"
-        )
+        hold(not case.member.plain() or (weights == 1).all(), "plain weights are not 1")
     return "1, over every population"
 
 

@@ -30,7 +30,7 @@ def render_budget(budget: Budget | PersonalBudget | Composition) -> RenderableTy
     released, the answers in tables, what they rely on, and the sentence.
     """
     if isinstance(budget, Composition):
-        return _run_parts(budget)
+        return _render_composition(budget)
     parts = _client_parts(budget) if isinstance(budget, PersonalBudget) else _sum_parts(budget)
     notes = [Text(f"- {note}") for note in budget.notes]
     return Group(*parts, *_curves(budget), *notes, "", Text(budget.sentence(), style="bold"))
@@ -63,7 +63,7 @@ def _curves(budget: Budget | PersonalBudget) -> Iterator[RenderableType]:
     yield from (curve_table, "")
 
 
-def _run_parts(joint: Composition) -> RenderableType:
+def _render_composition(joint: Composition) -> RenderableType:
     head = Table.grid(padding=(0, 2))
     for run in joint.runs:
         head.add_row(Text(run.name), Text(str(run)))
@@ -110,8 +110,8 @@ def _sum_parts(budget: Budget) -> Iterator[RenderableType]:
     for answer in budget.answers:
         if answer.guarantee.formula:
             yield Text(_worth(budget, answer), style="red" if answer.overclaims else "")
-    cohorts = [one.sampling.participations for one in guarantees if one.sampling.participations]
-    notes = [f"cohort known: {cohort}" for cohort in cohorts]
+    participations = [one.sampling.participations for one in guarantees]
+    notes = [f"cohort known: {counts}" for counts in participations if counts]
     rigorous = [answer.guarantee for answer in budget.answers if not answer.guarantee.formula]
     notes += [
         f"{guarantee_table.against(one)}: {one.zcdp_sentence()}"

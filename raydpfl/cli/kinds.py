@@ -136,10 +136,8 @@ def _all_references() -> list[KindReference]:
         "selection.sampling": SCHEMES,
     }
     return kinds + [
-        _kind(
-            family, kind, type(member), {"description": cite_papers(inspect.getdoc(member) or "")}
-        )
-        for family, members in class_families.items()
+        _kind(name, kind, type(member), {"description": cite_papers(inspect.getdoc(member) or "")})
+        for name, members in class_families.items()
         for kind, member in members.items()
     ]
 

@@ -117,7 +117,7 @@ class Display:
         self.refresh()
 
     def refresh(self) -> None:
-        """What is shown is another: a terminal looks for itself."""
+        """Called when what is shown changes: a terminal looks for itself."""
 
     def say(self, text: str) -> None:
         """Prints a line that stays."""
@@ -190,7 +190,7 @@ def rate(row: dict[str, Any]) -> str:
 
 
 def report(console: Console, result: RunResult, duration: str = "") -> None:
-    """Says in words what came of a run, `duration`, and where to look next."""
+    """Says what came of a run, how long it took (`duration`, in words), and where to look next."""
     summary = result.summary
     if summary["status"] == "budget" or summary.get("reason"):
         _say(console, Text.assemble(("Stopped:", "yellow"), f" {summary['reason']}"))
@@ -280,9 +280,8 @@ def notes(guarantees: Sequence[Guarantee], holds: Sequence[Guarantee]) -> list[s
         for one in basis
     ]
     if any(one.declared for one in guarantees):
-        lines.append(
-            f"{BY_DECLARATION} relies on what a user-defined class declares {DECLARED_SUFFIX}."
-        )
+        basis_text = f"what a user-defined class declares {DECLARED_SUFFIX}"
+        lines.append(f"{BY_DECLARATION} relies on {basis_text}.")
     lines += [
         f"Not accounted for: {exclusion}." for one in guarantees for exclusion in one.exclusions
     ]

@@ -125,9 +125,8 @@ class SweepDisplay(SearchDisplay):
         metric = sweep.search.metric
         best = result.best
         if best:
-            self._say(
-                f"Best: {override_text(best.values)}, {score_label(metric)} {score(best, metric)}"
-            )
+            values = override_text(best.values)
+            self._say(f"Best: {values}, {score_label(metric)} {score(best, metric)}")
             edges = edge_warning(best.values, result.summary["best"]["edges"])
             if edges:
                 self._say(edges)

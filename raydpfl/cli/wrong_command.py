@@ -84,9 +84,8 @@ def path_kind(target: str, overrides: Sequence[str] = ()) -> str | None:
     if os.path.isdir(path):
         return next((kind for name, kind in FILES.items() if (path / name).exists()), None)
     if not os.path.isfile(path):
-        return (
-            "a study" if builtin.several(target) != [target] or builtin.is_builtin(target) else None
-        )
+        is_study = builtin.several(target) != [target] or builtin.is_builtin(target)
+        return "a study" if is_study else None
     try:
         tree = read(path)
     except ConfigError:

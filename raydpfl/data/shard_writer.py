@@ -201,19 +201,19 @@ def _write_rows(split: Split, holdout: HeldOutRows | None, counts: _Counts, fold
         )
         client = 0
         while client < len(ends):
-            start = ends[client] - split.sizes[client]
-            stop = max(client + 1, int(np.searchsorted(ends, start + max_rows, side="right")))
-            x, y = split.rows(client, stop)
+            row_limit = ends[client] - split.sizes[client] + max_rows
+            next_client = max(client + 1, int(np.searchsorted(ends, row_limit, side="right")))
+            x, y = split.rows(client, next_client)
             if holdout:
-                held_out_mask, scored_mask = holdout.rows(client, stop)
+                held_out_mask, scored_mask = holdout.rows(client, next_client)
                 if scored_mask.any():
                     validation.write(x[scored_mask], y[scored_mask])
-                    rows = per_client(scored_mask, split.sizes[client:stop])
-                    counts.validation[client:stop] = rows
+                    rows = per_client(scored_mask, split.sizes[client:next_client])
+                    counts.validation[client:next_client] = rows
                 x, y = x[~held_out_mask], y[~held_out_mask]
             train.write(x, y)
-            counts.add(sizes[client:stop], client, y)
-            client = stop
+            counts.add(sizes[client:next_client], client, y)
+            client = next_client
 
 
 def _write_shared_samples(

@@ -249,17 +249,17 @@ class JobServer:
         return folder
 
     def _fetch(self, run: str, job: str, folder: Path) -> bool:
-        packer = f"{run}-fetch-{uuid.uuid4().hex[:4]}"
+        fetch_job = f"{run}-fetch-{uuid.uuid4().hex[:4]}"
         name = shlex.quote(run)
         archive = f"raydpfl-{run}.tar.gz"
         # that of the file to which Ray writes what this job prints
         logs = '"$(dirname "$(readlink /proc/$$/fd/1)")"'
         shell = f"cd {RUNS} && [ -d {name} ] || exit {NONE}; "
-        self._start(entrypoint=f"{shell}tar -czf {logs}/{archive} {name}", submission_id=packer)
-        while not (details := self._client.get_job_info(packer)).status.is_terminal():
+        self._start(entrypoint=f"{shell}tar -czf {logs}/{archive} {name}", submission_id=fetch_job)
+        while not (details := self._client.get_job_info(fetch_job)).status.is_terminal():
             signals.check()
             time.sleep(0.1)
-        self._client.delete_job(packer)
+        self._client.delete_job(fetch_job)
         if details.driver_exit_code == NONE:
             return False
         if details.status != "SUCCEEDED":

@@ -88,9 +88,8 @@ def pack(
     files = user_modules(working_folder, *([stored_folder] if stored_folder else []))
     sizes = dict(files)
     _check_size(sizes)
-    named_files = (
-        set() if files_on_cluster else {file for one in experiments for file in one.named_files()}
-    )
+    sources = () if files_on_cluster else experiments
+    named_files = {file for experiment in sources for file in experiment.named_files()}
     new_names: dict[tuple[str, str], str] = {}
     data: Files = {}
     for field, name in sorted(named_files):

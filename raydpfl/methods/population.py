@@ -64,9 +64,9 @@ def check_composed_rounds(
         expected = f"one whose composed_rounds are {rounds} whole numbers that never fall"
         raise ConfigError("selection.kind", selection.kind, expected)
     available = np.arange(1, rounds + 1) * sampling.population
-    shortfall = composed_rounds * len(population) < available
-    if not sampling.by_participation and shortfall.any():
-        t = int(np.argmax(shortfall))
+    shortfall_mask = composed_rounds * len(population) < available
+    if not sampling.by_participation and shortfall_mask.any():
+        t = int(np.argmax(shortfall_mask))
         expected = "one whose composed_rounds count every round that a client can be in; "
         expected += f"{sampling} cannot give {composed_rounds[t]} in {t + 1}"
         raise ConfigError("selection.kind", selection.kind, expected)

@@ -272,10 +272,8 @@ class Budget:
         except ConfigError as refusal:
             coarse = release.integer and place and refusal.field in ("target", "noise.bits")
             looser = name != "pld" and not covers("pld", release, view.relation)
-            unreachable = refusal.field == "target" and (
-                release.survey or release.proof_gap or looser
-            )
-            if not (coarse or unreachable):
+            unmet = refusal.field == "target" and (release.survey or release.proof_gap or looser)
+            if not (coarse or unmet):
                 raise
             self._refusal = self._refusal or refusal
             return math.inf
@@ -501,8 +499,7 @@ def client_budget(
     # auto: the clients, unless their part of the noise would depend on a secret
     integers = NOISES.get(noise or "skellam", (SkellamNoise,))
     laplace = not integers
-    server_noise = laplace or not integers[0].by_clients
-    server_draws = cohorts.size_secret or strategy or server_noise
+    server_draws = cohorts.size_secret or strategy or laplace or not integers[0].by_clients
     auto: Placement = "server" if server_draws else "client"
     places: dict[str, Placement] = {"auto": auto, "client": "client", "server": "server"}
     if laplace:

@@ -46,9 +46,8 @@ def noise_for(
     rounds = mechanism.rounds if rounds is None else rounds
     arguments = (target, mechanism, relation, delta, accountant, rounds, v)
     # a name does not say what user-defined code computes
-    if is_user_defined(type(mechanism.sampling.scheme)) or is_user_defined(
-        type(accountant_of(accountant))
-    ):
+    classes = type(mechanism.sampling.scheme), type(accountant_of(accountant))
+    if any(map(is_user_defined, classes)):
         return _search(*arguments)
     question = [mechanism.with_noise(1.0).digest(), rounds, relation, delta, accountant, v, target]
     return cached_multipliers(question, lambda: _search(*arguments))

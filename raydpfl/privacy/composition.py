@@ -101,9 +101,9 @@ class Composition:
         if claim is None:
             reasons = [*self.notes, *(w for one in self.guarantees for w in one.conditions_failed)]
             return f"No epsilon covers {subject}: {'; '.join(dict.fromkeys(reasons))}."
-        cost = f"{claim.epsilon:.4g} at delta {claim.delta:g} (by {claim.accountant}, of"
+        cost_text = f"{claim.epsilon:.4g} at delta {claim.delta:g} (by {claim.accountant}, of"
         observer = ", ".join(filter(None, (claim.observer.value, claim.sampling.knows)))
-        text = f"Epsilon of {subject}: {cost} {observer})"
+        text = f"Epsilon of {subject}: {cost_text} {observer})"
         return "; ".join([text, *self.notes]) + "."
 
     def to_dict(self, runs: bool = True) -> dict[str, Any]:

@@ -106,14 +106,14 @@ def buffered_toeplitz(
     workload = _workload(rounds, momentum)
     powers = np.arange(rounds - 1)
 
-    def scales_and_weights(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def decays_and_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         # scales add up to less than 1, so that c does not increase
         weights = np.exp(x[buffers:] - max(x[buffers:].max(), 0.0))
         rest = math.exp(-max(x[buffers:].max(), 0.0))
         return expit(x[:buffers]), weights / (weights.sum() + rest)
 
     def excess(x: np.ndarray) -> tuple[float, np.ndarray]:
-        decays, scales = scales_and_weights(x)
+        decays, scales = decays_and_scales(x)
         c = buffered_column(decays, scales, rounds)
         value, slope = _log_error(c[1:], workload, separation, participations, True)
         basis = np.power.outer(decays, powers)
@@ -135,7 +135,7 @@ def buffered_toeplitz(
         if optimum.fun < min_error:
             best, min_error = optimum.x, float(optimum.fun)
     assert best is not None
-    decays, scales = scales_and_weights(best)
+    decays, scales = decays_and_scales(best)
     order = np.argsort(decays)
     decays, scales = decays[order], scales[order]
     for values in (decays, scales):
@@ -171,13 +171,13 @@ def _log_error(
     rounds = len(workload)
     with np.errstate(over="ignore", invalid="ignore"):
         column = lfilter([1.0], c, workload)  # of A C^-1, which is Toeplitz too
-        shares = column * np.arange(rounds, 0, -1) / rounds  # entry k stands in rounds - k rows
-        mean = shares @ column
+        weights = column * np.arange(rounds, 0, -1) / rounds  # entry k stands in rounds - k rows
+        mean = weights @ column
         fall = lfilter([1.0], c, column)  # d column / d c_j = -fall, j places later
         if use_fft:
-            slope = -2 * fftconvolve(shares, fall[::-1])[rounds : rounds + len(tail)]
+            slope = -2 * fftconvolve(weights, fall[::-1])[rounds : rounds + len(tail)]
         else:
-            slope = -2 * np.array([shares[j:] @ fall[: rounds - j] for j in range(1, len(c))])
+            slope = -2 * np.array([weights[j:] @ fall[: rounds - j] for j in range(1, len(c))])
     # a step too far, where C^-1 grows exponentially
     if not (np.isfinite(mean) and np.isfinite(slope).all()):
         return 1e300, np.zeros(len(tail))

@@ -2,7 +2,7 @@
 
 A person's `group` samples come into batches k at a time, so that a batch is a mixture over k of
 Gaussians moved k times as far ([1], Theorem 1). `group_sampling` says so as a sampling, which
-accountants read like any other, and by how much a sample's sensitivity grows besides:
+accountants read like any other, and gives the factor on a sample's sensitivity:
 
 >>> from raydpfl.privacy.sampling import Sampling
 >>> sampling, factor = group_sampling(Sampling("poisson", 10_000, 100), group=5)

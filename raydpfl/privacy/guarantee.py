@@ -64,7 +64,7 @@ class Scope:
         return self.words
 
     def add_words(self, words: str) -> Scope:
-        """The same that relies on something else besides, in words."""
+        """The same that also relies on something else, in words."""
         return replace(self, words=f"{self.words}, {words}") if words else self
 
     @classmethod

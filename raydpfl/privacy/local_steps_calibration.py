@@ -155,10 +155,8 @@ def _check_side_query(
     k = clients[worst]
     expected = f"more, as the {query.name} of client {k}, with {release.samples[k]} samples, spend "
     expected += f"epsilon {query_epsilons[worst]:.4g} of its {budgets[worst]:.4g} in "
-    expected += (
-        f"{kinds[worst, 2]:.0f} rounds, by {accountant.name} (99% at most, which leaves some"
-    )
-    raise ConfigError("side_query", query.std, f"{expected} to its steps)")
+    expected += f"{kinds[worst, 2]:.0f} rounds, by {accountant.name} (99% at most, which leaves "
+    raise ConfigError("side_query", query.std, f"{expected}some to its steps)")
 
 
 def _noise_multipliers(

@@ -35,7 +35,7 @@ def compose_step_runs(
 
     Args:
         runs: on the same clients, no two with the same noise.
-        delta, accountants, adaptive: as of `raydpfl.privacy.composed_epsilon`.
+        delta, accountants, adaptive: as of `raydpfl.privacy.together`.
     """
     reason = _secrecy_refusal(runs, adaptive)
     counts = np.array([run.participations for run in runs])  # [runs, N]

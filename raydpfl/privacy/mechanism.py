@@ -224,8 +224,8 @@ class Mechanism:
             raise ConfigError("queries", self.queries, "at least one query of a sum")
         if not all(0 < factor < math.inf for factor in self.factors):
             raise ConfigError("factors", self.factors, "positive finite numbers, one a round")
-        is_distributed = {"server": False}.get(self.placement, True)
-        if self.laplace and (len(self.queries) > 1 or self.survey or is_distributed):
+        is_elsewhere = {"server": False}.get(self.placement, True)
+        if self.laplace and (len(self.queries) > 1 or self.survey or is_elsewhere):
             expected = "false, or one query, no survey, and noise that the server draws"
             raise ConfigError("laplace", True, expected)
         factors_differ = any(factor != 1 for factor in self.factors)

@@ -509,7 +509,7 @@ def group_removed_curves(weights: np.ndarray, mu: float) -> tuple[CurvePair, Cur
     """
     counts, chances, rest = _group_weights(weights)
     presence = float(chances.sum())
-    zero = float(weights[0])
+    p0 = float(weights[0])  # the probability that none is drawn
 
     def removal_curve(epsilon: np.ndarray) -> np.ndarray:
         total = _unamplified_epsilon(epsilon, presence) + math.log(presence)
@@ -518,7 +518,7 @@ def group_removed_curves(weights: np.ndarray, mu: float) -> tuple[CurvePair, Cur
 
     def addition_curve(epsilon: np.ndarray) -> np.ndarray:
         # (w - e^eps sum_k weights[k] L_k)+ with w = 1 - e^eps weights[0], shared among the k
-        weight = -np.expm1(np.minimum(epsilon + math.log(zero), 1.0)) if zero else epsilon * 0 + 1
+        weight = -np.expm1(np.minimum(epsilon + math.log(p0), 1.0)) if p0 else epsilon * 0 + 1
         positive = np.maximum(weight, np.finfo(float).tiny)
         total = np.log(positive) - epsilon
         ratios = _log_ratios(total, counts * mu, chances, above=True)
@@ -549,7 +549,7 @@ def group_replaced_curve(weights: np.ndarray, absent: float, other: float) -> Cu
     def ratios(x: np.ndarray, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         far_logs = far * x[..., None] - far**2 / 2
         near_logs = near * (x[..., None] + near - far) - near**2 / 2
-        return (far_logs, near_logs, -np.expm1(np.minimum(epsilon[..., None] - near_logs, 0.0)))
+        return far_logs, near_logs, -np.expm1(np.minimum(epsilon[..., None] - near_logs, 0.0))
 
     def curve(epsilon: np.ndarray) -> np.ndarray:
         epsilon = np.asarray(epsilon, float)
@@ -589,7 +589,7 @@ def three_gaussians_curve(q: float, absent: float, other: float) -> Curve:
 
         with np.errstate(divide="ignore"):
             absence = epsilon + np.log(-np.expm1(-epsilon)) + np.log((1 - q) / q)
-        # 1 = e^(absent x + logs[0]) + e^(other x + logs[1]), a quadratic equation for e^(least x)
+        # 1 = e^(absent x + logs[0]) + e^(other x + logs[1]), quadratic in e^(min_distance x)
         logs = absence - absent**2 / 2, epsilon - other**2 / 2
         first, second = logs if absent < other else logs[::-1]
         x = math.log(2) - np.logaddexp(first, np.logaddexp(2 * first, math.log(4) + second) / 2)

@@ -40,7 +40,7 @@ from raydpfl.privacy import pld
 _STEPS_PER_STD = 50  # of the logarithm of a ratio: all roundings add some 5e-4 of its variance
 _CUT_STDS = 10.4  # standard deviations beyond which one ratio is cut off, of mass 1e-25
 _CUT_MASS = 1e-24  # of mass, cut off each sum or product on either side
-_MIN_MU, _MAX_MU = 1e-4, 25.0  # of mu
+_MIN_MU, _MAX_MU = 1e-4, 25.0
 _MAX_LOST_MASS = 1e-17  # of mass, at most, that may be 0 or infinite
 _MAX_LOG = 690.0  # of the logarithms of values
 

@@ -102,7 +102,7 @@ class SumsReport:
             if view is None:
                 return None
             totals[t] = view.rounds
-            proved_view = (view.mechanism, totals, replace(self.terms, relation=view.relation))
+            proved_view = view.mechanism, totals, replace(self.terms, relation=view.relation)
         return proved_view
 
     def guarantees(
@@ -305,10 +305,8 @@ class LocalStepsReport:
     def _covers_group(self, name: str, group: int) -> bool:
         """Whether an accountant covers any `group` samples of every client together."""
         release = self.release
-        hidden_clients = np.flatnonzero(release.amplified & (release.samples > group))
-        schemes = (
-            group_sampling(release.batch_sampling(k), group)[0].scheme for k in hidden_clients[:1]
-        )
+        clients = np.flatnonzero(release.amplified & (release.samples > group))
+        schemes = (group_sampling(release.batch_sampling(k), group)[0].scheme for k in clients[:1])
         return all(scheme.gives(accountant_of(name).needs) for scheme in schemes)
 
     def _covered_mask(self, name: str) -> np.ndarray:

@@ -85,17 +85,14 @@ class TradeOff:
         """delta at `epsilons` >= 0, float64 [...]: between those known on the chord, linear in
         e^epsilon, which is never below it, as delta is convex in e^epsilon.
         """
-        points = np.asarray(epsilons, float)
+        x = np.asarray(epsilons, float)
         if self.mu is not None:
-            return gaussian_delta(points, self.mu) if self.mu else np.zeros_like(points)
-        last = len(self.epsilons) - 1
-        place = np.clip(np.searchsorted(self.epsilons, points, side="right"), 1, last)
+            return gaussian_delta(x, self.mu) if self.mu else np.zeros_like(x)
+        place = np.clip(np.searchsorted(self.epsilons, x, side="right"), 1, len(self.epsilons) - 1)
         low, high = self.epsilons[place - 1], self.epsilons[place]
-        share = (
-            np.exp(np.minimum(points - high, 0)) * -np.expm1(low - points) / -np.expm1(low - high)
-        )
+        share = np.exp(np.minimum(x - high, 0)) * -np.expm1(low - x) / -np.expm1(low - high)
         below, above = self.profile[place - 1], self.profile[place]
-        return np.where(points >= high, above, below + share * (above - below))
+        return np.where(x >= high, above, below + share * (above - below))
 
     def false_negatives(self, false_positives: ArrayLike, null: Null = "either") -> np.ndarray:
         """f, float64 [...]: no attack has a lower false-negative rate at these `false_positives`

@@ -152,7 +152,7 @@ class Rounds:
         best = self.step * math.sqrt(2 * surprise / self._variance)  # if the sum were Gaussian
         largest = (np.arange(first, rounds + 1) + (len(masses) - self.levels)) * self._half
         growth = math.sqrt(rounds / first)
-        low, high = (min(0.3 * best, 1 / self._half), max(3 * best * growth, 100 / self._half))
+        low, high = min(0.3 * best, 1 / self._half), max(3 * best * growth, 100 / self._half)
         # no e^(order index) overflows
         orders = np.geomspace(low, min(high, 600 / self._half), _ORDERS)
         index = np.arange(-self._half, self._half + 1)
@@ -162,8 +162,8 @@ class Rounds:
             def bound(i: int, sign: int = sign) -> np.ndarray:
                 means = masses @ np.exp(sign * orders[i] * index)
                 logs = np.log(self._weights[:, : self.levels] @ means[: self.levels]).cumsum()
-                once_moment = np.log(means[self.levels :]).sum()
-                return (logs[first - 1 :] + once_moment + surprise) / orders[i]
+                once_log = np.log(means[self.levels :]).sum()
+                return (logs[first - 1 :] + once_log + surprise) / orders[i]
 
             ends.append(np.ceil(np.minimum(pld.min_bound(bound, _ORDERS), largest)).astype(int))
         return np.maximum(ends[0], 1), np.minimum(-ends[1], 0)

@@ -337,9 +337,8 @@ class ActorPool:
         """The actor of this home, or any, that is up and not at work."""
         busy_actors = {*self._start_calls.values(), *(call.actor for call in futures.values())}
         actors = self._actors if home is None else [home]
-        return next(
-            (actor for actor in actors if actor in self._actors and actor not in busy_actors), None
-        )
+        idle_actors = self._actors.keys() - busy_actors
+        return next((actor for actor in actors if actor in idle_actors), None)
 
     def _replace(self, actor: int) -> None:
         self.replaced += actor in self._facts  # others had not come up yet

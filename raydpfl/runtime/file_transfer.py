@@ -43,9 +43,8 @@ RATE = 10e6  # bytes per second that a network has at least
 
 def fetch_folder(folder: str, node: str) -> Path:
     """The folder of prepared data (`raydpfl.storage.files.fill_folder`) that `node` (Ray's id) has
-    at this
-    path, on this node: that very folder, or a copy in this node's cache. Raises `ConfigError` where
-    the cache has no room, `FileError` where it did not arrive as it is there.
+    at this path, on this node: that very folder, or a copy in this node's cache. Raises
+    `ConfigError` where the cache has no room, `FileError` where it did not arrive as it is there.
     """
     source = Path(folder)
     if (source / SEAL).exists() and not foreign(source):

@@ -172,7 +172,7 @@ def _take_folder(folder: Path, resume: bool) -> Iterator[None]:
 
 @contextmanager
 def _clean_up(folder: Path, is_new: bool, resume: bool) -> Iterator[None]:
-    """Removes what a fresh run leaves that ends before it has recorded or saved anything, as by
+    """Removes the files of a fresh run that ends before it has recorded or saved anything, as by
     Ctrl-C while it starts, so that it can be asked for again; a new directory is removed too.
     """
     try:

@@ -242,7 +242,7 @@ def release_of(run: StoredRun, plan: Plan) -> RunRelease:
     """What a run has released."""
     experiment = plan.experiment
     lines, rounds = run.ledger, run.rounds
-    # released again, with noise and cohorts anew
+    # released again, with other noise and cohorts
     repeated_rounds = len(lines) - rounds if lines else 0
     composed_rounds = int(plan.composed_rounds[rounds - 1]) + repeated_rounds if rounds else 0
     mechanism = cast(Mechanism, plan.mechanism)

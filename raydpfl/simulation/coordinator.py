@@ -170,11 +170,9 @@ class Coordinator:
         experiment = self.experiment
         members: dict[str, Any] = {"bounding": experiment.bounding, "local": experiment.local}
         members |= {f"measure.{probe.kind}": probe for probe in experiment.measure}
-        member_states = self.state.states
-        states = {
-            name: member.broadcast_state(member_states[name]) for name, member in members.items()
-        }
-        return Broadcast(self.state.model, {name: state for name, state in states.items() if state})
+        states = self.state.states
+        pairs = ((name, member.broadcast_state(states[name])) for name, member in members.items())
+        return Broadcast(self.state.model, {name: state for name, state in pairs if state})
 
     def release(self, t: int, total: np.ndarray) -> np.ndarray:
         """The sum of the contributions as it is released, float64 [d]: with the server's noise,

@@ -78,7 +78,7 @@ def client_values(scores: Iterable[BatchScores], metric: Metric) -> np.ndarray:
     batch_sums = (score.sums for score in scores if score.rows == metric_columns.CLIENT)
     sums = chain.from_iterable(batch_sums)
     # None becomes NaN
-    values = [metric.value(metric.merge([total])) if len(total) else None for total in sums]
+    values = [metric.value(metric.joined([total])) if len(total) else None for total in sums]
     return np.array(values, np.float64)
 
 
@@ -92,7 +92,7 @@ def totals(
             scores_by_set.setdefault(score.rows, []).append(score)
     return {
         rows: [
-            (metric, metric.merge([part.sums[place] for part in parts]))
+            (metric, metric.joined([part.sums[place] for part in parts]))
             for place, metric in enumerate(metrics)
         ]
         for rows, parts in scores_by_set.items()
@@ -179,10 +179,8 @@ class Evaluator:
         else:
             x, y = self.shards.decode(*batch.arrays)
         check(self.device, self.form, x, y)
-        tensors = (
-            move_tensor(torch.from_numpy(x), self.device),
-            move_tensor(torch.from_numpy(y), self.device),
-        )
+        host_x, host_y = torch.from_numpy(x), torch.from_numpy(y)
+        tensors = move_tensor(host_x, self.device), move_tensor(host_y, self.device)
         if self.device.type != "cpu" and x.nbytes + y.nbytes <= self._free_bytes:
             self._free_bytes -= x.nbytes + y.nbytes
             self._device_batches[index] = tensors
@@ -226,8 +224,8 @@ class Evaluator:
         outputs = [x.new_empty(0, *self.form.outputs, dtype=torch.float32)]
         targets = {client: y[:0] for client in clients}
         samples = dict(zip(clients, zip(x.split(rows), y.split(rows), strict=True), strict=True))
-        testers = [client for client in clients if len(samples[client][1])]
-        for client, numbers in self._models(testers):
+        tested_clients = [client for client in clients if len(samples[client][1])]
+        for client, numbers in self._models(tested_clients):
             client_x, targets[client] = samples[client]
             models.set_trained(self.module, numbers)
             outputs.append(self._outputs(client_x))

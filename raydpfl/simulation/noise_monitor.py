@@ -63,7 +63,7 @@ def numbers(z: np.ndarray, hidden_arrays: Sequence[np.ndarray] = ()) -> Numbers:
 
     Args:
         z: float64 [k, d], independent standard normals if they have their distribution.
-        hidden_arrays: arrays [k, d] that they may not depend on, as the sums they are added to.
+        hidden_arrays: arrays [k, d] that they may not depend on, such as sums they are added to.
 
     Returns:
         By name, float64 [k], but for `below` [k, 23], the coordinates below each quantile, `near 0`

@@ -159,13 +159,12 @@ class Plan:
 
     def _clients(self) -> str:
         """A digest of what the plan holds of every client."""
+        individual = self.individual
         arrays = [
             self.population.privacy_cost,
             self.experiment.selection.corrections(self.population),
             self.mechanism.step_stds if self.mechanism else None,
-            self.individual.squares / self.individual.sensitivity_factor**2
-            if self.individual
-            else None,
+            individual.squares / individual.sensitivity_factor**2 if individual else None,
         ]
         # which may depend on more than its source and the data
         if self.experiment.weights.is_user_defined:

@@ -352,9 +352,9 @@ def _norm_mean(rows: pa.Table) -> float | None:
     cohort, drop_counts, norms = (
         np.array(rows[name].to_pylist(), np.float64) for name in ("cohort", "dropped", "norm_mean")
     )
-    senders = cohort - drop_counts
-    mask = senders > 0
-    return float(np.average(norms[mask], weights=senders[mask])) if mask.any() else None
+    sender_counts = cohort - drop_counts
+    mask = sender_counts > 0
+    return float(np.average(norms[mask], weights=sender_counts[mask])) if mask.any() else None
 
 
 def _finite(values: np.ndarray) -> np.ndarray:

@@ -49,7 +49,7 @@ def preview(experiment: Experiment, data_root: Path | None) -> Setting:
     if count is not None:
         selection = experiment.selection
         selection.fits(count)
-        population = Population.equal_sizes(count, selection.table(count, data_root))
+        population = Population.balanced(count, selection.table(count, data_root))
         experiment.noise.outline(setting, lambda: selection.sampling(population))
     return setting
 

@@ -184,7 +184,7 @@ class _Memory(Bet):
     def __init__(self, counts: _Counts, sampling: Sampling):
         self._counts = counts
         self._repeats = sampling.repeats
-        self._max_clients = counts.count if sampling.p_max is None else 1 / sampling.p_max
+        self._top_count = counts.count if sampling.p_max is None else 1 / sampling.p_max
         self._order = np.random.default_rng(0)
         self._low = 0  # the smallest count that any client had when bets were paid
         self._odds = np.ones((len(_PRIORS) + len(_WIDTHS), 1))  # by count from `_low` on
@@ -213,11 +213,11 @@ class _Memory(Bet):
         self._wealth += np.log(odds) @ parts.sum(0) - np.log(np.where(sizes, means, 1)) @ sizes
 
     def _largest_mean(self, clients_by_count: np.ndarray) -> np.ndarray:
-        """The mean of the largest odds, of `_max_clients` clients: float64 [strategies]."""
+        """The mean of the largest odds, of `_top_count` clients: float64 [strategies]."""
         order = np.argsort(-self._odds, 1)
         clients = clients_by_count[order]
-        clients = np.clip(self._max_clients - np.cumsum(clients, 1) + clients, 0, clients)
-        return (np.take_along_axis(self._odds, order, 1) * clients).sum(1) / self._max_clients
+        clients = np.clip(self._top_count - np.cumsum(clients, 1) + clients, 0, clients)
+        return (np.take_along_axis(self._odds, order, 1) * clients).sum(1) / self._top_count
 
     def settle(self) -> float:
         draw_counts = np.flatnonzero(self._counts.clients > 0)

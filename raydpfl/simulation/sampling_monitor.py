@@ -9,7 +9,7 @@ declares, which accountants rely on:
   `raydpfl.simulation.sampling_bets`.
 
 >>> from raydpfl.methods.selection.uniform import Uniform
->>> member, clients = Uniform(cohort=90), Population.equal_sizes(900)
+>>> member, clients = Uniform(cohort=90), Population.balanced(900)
 >>> monitor = SamplingMonitor(member, clients, np.arange(1, 101), 90, secret=True)
 >>> monitor.check(0, member.draw(0, 0, clients), {})
 >>> monitor.check(1, Cohort.of(np.arange(89)), {})
@@ -251,8 +251,8 @@ def of_run(plan: Plan, t: int, draws: list[np.ndarray] | None) -> SamplingMonito
     )
     seed = plan.cohort_seed()
     first_round = 0 if selection.asks else max(0, t - separation + 1)
-    clients = [selection.exposed(seed, past, population) for past in range(first_round, t)]
-    monitor.resume(first_round, clients, selection.asks)
+    exposed_clients = [selection.exposed(seed, past, population) for past in range(first_round, t)]
+    monitor.resume(first_round, exposed_clients, selection.asks)
 
     def redraw(past: int) -> Cohort:
         """The latest release of a round."""
@@ -274,8 +274,8 @@ def check_scheme(plan: Plan) -> None:
     selection = plan.experiment.selection
     sampling = selection.sampling(plan.population)
     if plan.experiment.noise.stands_for is not None:  # the clients that run stand for others
-        size = plan_sampling.population, plan_sampling.cohort
-        sampling = replace(sampling, population=size[0], cohort=size[1])
+        population, cohort = plan_sampling.population, plan_sampling.cohort
+        sampling = replace(sampling, population=population, cohort=cohort)
     facts = [
         (type(value.scheme), *(getattr(value, name) for name in _FACTS))
         for value in (plan_sampling, sampling)

@@ -159,11 +159,11 @@ def assign_clients(chunks: Sequence[Chunk], count: int, costs: np.ndarray) -> li
     ends = np.searchsorted(middle, np.linspace(0, per_client.sum(), count + 1)[1:-1])
     starts = np.cumsum([0, *client_counts])[:-1].tolist()
     assignments = []
-    for first_client, last_client in pairwise([0, *ends.tolist(), len(per_client)]):
+    for first_client, client_end in pairwise([0, *ends.tolist(), len(per_client)]):
         parts = [
-            chunk.part(slice(max(0, first_client - start), min(clients, last_client - start)))
+            chunk.part(slice(max(0, first_client - start), min(clients, client_end - start)))
             for chunk, start, clients in zip(chunks, starts, client_counts, strict=True)
-            if max(first_client, start) < min(last_client, start + clients)
+            if max(first_client, start) < min(client_end, start + clients)
         ]
         if parts:
             assignments.append(parts)

@@ -3,8 +3,8 @@ what one has prepared is put there, and each of the others fetches it once, into
 own that lies on its disk.
 
 `is_intact` and `fill_folder` are those of `raydpfl.storage.files` too. The seal of a folder is put
-last,
-and what is fetched is compared with it: a folder that was put in half, or is damaged, is none.
+last, and what is fetched is compared with it: a folder that was put in half, or is damaged, is
+none.
 """
 
 import json

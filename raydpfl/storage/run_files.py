@@ -116,9 +116,9 @@ class Clock:
         self.seconds = dict[str, float]()
 
     def lap(self, phase: str) -> None:
-        lap_time = time.perf_counter()
-        self.seconds[f"seconds_{phase}"] = lap_time - self._last
-        self._last = lap_time
+        end_time = time.perf_counter()
+        self.seconds[f"seconds_{phase}"] = end_time - self._last
+        self._last = end_time
 
 
 class Pace:

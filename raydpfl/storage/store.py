@@ -27,7 +27,7 @@ from raydpfl.errors import ConfigError, FileError, message
 ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "memory"})
 PAUSES = (1.0, 3.0, 9.0)  # seconds before a request is made again
 LASTING = ("ACCESS_DENIED", "NO_SUCH_BUCKET", "INVALID_ACCESS_KEY", "SIGNATURE_DOES_NOT")
-FETCH_THREADS = 8  # files fetched
+FETCH_THREADS = 8  # files fetched at once
 Answer = TypeVar("Answer")
 
 

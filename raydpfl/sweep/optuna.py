@@ -119,10 +119,8 @@ class Dashboard:
         values = {key: space.probes[0] for key, space in sweep.spaces.items()}
         prefixes = tuple(f"{key}." for key in values)
         leaves = meaning(sweep.setting(values).experiment)
-        fixed_leaves = {k: v for k, v in leaves.items() if not f"{k}.".startswith(prefixes)}
-        self._mark = identity(
-            {"metric": sweep.search.metric, "keys": sorted(values), **fixed_leaves}
-        )
+        leaves = {k: v for k, v in leaves.items() if not f"{k}.".startswith(prefixes)}
+        self._mark = identity({"metric": sweep.search.metric, "keys": sorted(values), **leaves})
         try:
             self._open()
         except ConfigError:

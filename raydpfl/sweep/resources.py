@@ -91,9 +91,9 @@ class Resources:
                 demand += f", and {_words(actors[0])} for each of {len(actors)} client actors"
             supply = ", ".join([*map(_words, nodes[:4]), *["..."] * (len(nodes) > 4)])
             resource = gpus if client.num_gpus else cpus
-            error_field: tuple[str, Any] = ("client.actors", client.actors) if actors else resource
+            cause: tuple[str, Any] = ("client.actors", client.actors) if actors else resource
             expected = f"a trial that fits the cluster at all: {demand}; the nodes have {supply}"
-            raise ConfigError(*error_field, expected)
+            raise ConfigError(*cause, expected)
 
 
 def _words(resources: dict[str, float]) -> str:

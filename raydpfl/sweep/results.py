@@ -184,8 +184,8 @@ def statement(
     has_best: bool = True,
     composition: Composition | None = None,
 ) -> str:
-    """What the choice of the best is worth, in words. `has_best`: whether there is one; `runs`: of
-    former values, seeds and configs too, stopped or failed; `composition`: of all of them.
+    """What the choice of the best is worth, in words. `has_best`: whether there is one; `runs`:
+    also those of former values, seeds and configs, stopped or failed; `composition`: of all.
     """
     metric = sweep.search.metric
     if sweep.search.private:

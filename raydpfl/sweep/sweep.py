@@ -235,9 +235,9 @@ class Sweep:
         return trial.model_copy(update={"evaluate": evaluate})
 
     def differs(self, other: Sweep) -> Difference:
-        """(field, here, there) of the first difference that makes it another sweep than `other`, by
-        what the configs mean: a default may be written out, and 1 is 1.0. Which values a searched
-        field takes is no difference.
+        """(field, own value, that of `other`) of the first difference that makes it another sweep,
+        by what the configs mean: a default may be written out, and 1 is 1.0. Which values a
+        searched field takes is no difference.
         """
         pair = (self, other)
         keys = self.spaces.keys() ^ other.spaces.keys()

@@ -224,9 +224,8 @@ def restore_resolved_keys(experiment: Experiment, folder: Path) -> Experiment:
     tree = experiment.to_dict()
     leaves = flatten(tree)
     keys = [key for key, value in RESOLVED_KEYS.items() if key in leaves and leaves[key] == value]
-    return Experiment.from_dict(
-        fill_spaces(tree, {key: values[key] for key in keys if key in values})
-    )
+    tree = fill_spaces(tree, {key: values[key] for key in keys if key in values})
+    return Experiment.from_dict(tree)
 
 
 def identity(values: Mapping[str, Any]) -> str:

@@ -417,14 +417,14 @@ class TrialActor(tune.Trainable):
         if self._work["status"] not in FINISHED_STATUSES:
             experiment = Experiment.from_dict(self._work["experiment"])
             # whether this node sees no disk of the driver's
-            is_remote = self._is_remote() and not self._work["mark"]
+            is_isolated = self._is_remote() and not self._work["mark"]
             runs.run(
                 restore_resolved_keys(experiment, folder) if has_config else experiment,
                 folder,
                 resume=has_config,
                 data_root=self._work["data_root"],
                 on_rows=self._report_rows,
-                prepare=RemotePreparation(**self._work["driver"]) if is_remote else prepare,
+                prepare=RemotePreparation(**self._work["driver"]) if is_isolated else prepare,
             )
 
     def _report_rows(self, rows: list[dict[str, Any]]) -> bool:

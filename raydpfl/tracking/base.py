@@ -74,7 +74,7 @@ class Tracker(Member):
         """Begins a run, or goes on with the one of `run.id`."""
         raise NotImplementedError
 
-    def relocate(self, folder: Path) -> Tracker:
+    def kept_in(self, folder: Path) -> Tracker:
         """The same, with all that it keeps in a folder: `raydpfl check` leaves nothing elsewhere.
 
         A tracker that writes to the run's directory alone need not say more.

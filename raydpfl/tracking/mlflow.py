@@ -42,7 +42,7 @@ class MLflow(Tracker):
     def open(self, run: Tracked) -> Log:
         return _Run(self, run)
 
-    def relocate(self, folder: Path) -> Tracker:
+    def kept_in(self, folder: Path) -> Tracker:
         return self.model_copy(update={"uri": f"sqlite:///{(folder / 'mlflow.db').absolute()}"})
 
 

@@ -73,7 +73,7 @@ class Sender:
         self._next = run.first
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._end_event = threading.Event()
-        self.open_event = threading.Event()  # or failed
+        self.open_event = threading.Event()  # that it is open, or has failed
         self._summary: Mapping[str, Any] = {}
         self._has_failed = False
         self._position = (run.id, run.first)  # what the tracker calls the run, and rounds it knows

@@ -28,7 +28,7 @@ class Trackio(Tracker):
     def open(self, run: Tracked) -> Log:
         return _Run(self, run)
 
-    def relocate(self, folder: Path) -> Tracker:
+    def kept_in(self, folder: Path) -> Tracker:
         os.environ.setdefault("TRACKIO_DIR", str(folder))  # which it reads once, when imported
         return self
 

@@ -38,7 +38,7 @@ class WandB(Tracker):
     def open(self, run: Tracked) -> Log:
         return _Run(self, run)
 
-    def relocate(self, folder: Path) -> Tracker:
+    def kept_in(self, folder: Path) -> Tracker:
         return self.model_copy(update={"mode": "offline", "folder": str(folder)})
 
 

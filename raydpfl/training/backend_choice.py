@@ -89,9 +89,8 @@ def choose_backend(
     if times and len(matches) > 1:
         return _fastest(times, matches)
     if matches[0] == REFERENCE:
-        log.warning(
-            SLOW_MESSAGE, *_hindrance(module, backends, demands, generator_name, mismatches)
-        )
+        hindrance = _hindrance(module, backends, demands, generator_name, mismatches)
+        log.warning(SLOW_MESSAGE, *hindrance)
     return matches[0]
 
 
@@ -105,12 +104,8 @@ def _fit(
         reason = None if name == REFERENCE else find_mismatch(backend=name)
         if reason is None:
             matches.append(name)
-            if (
-                not successor
-                or times is None
-                or BACKENDS[name].threads
-                or _is_short(times, matches)
-            ):
+            is_final = not successor or BACKENDS[name].threads
+            if is_final or times is None or _is_short(times, matches):
                 break
             continue
         mismatches[name] = reason

@@ -48,7 +48,7 @@ class Workload:
 @dataclass(eq=False)
 class StepTimes:
     """Seconds of the processor for a client's step by backend, in one thread; for the training of a
-    client where it is a user-defined `train`. 0 where it raises.
+    client where it is a user-defined `train`. Infinite where it raises.
     """
 
     module: nn.Module
@@ -114,7 +114,7 @@ class StepTimes:
     def _run(self, trainer: Trainer, clients: int) -> float:
         x, y = (part.expand(clients, *part.shape[1:]) for part in self._rows)
         parameters = models.trained(self.module)
-        has_own = models.ParameterSplit.of(self.module).own
+        own_count = models.ParameterSplit.of(self.module).own
         start_parameters = parameters.expand(clients, -1)
         start_time = time.thread_time()
         blocks = trainer.chunk(
@@ -123,7 +123,7 @@ class StepTimes:
             clients=range(clients),
             draws=[0] * clients,
             corrections=torch.zeros_like(start_parameters) if self.local.corrects else None,
-            starts=Starts.at(start_parameters) if has_own else None,
+            starts=Starts.at(start_parameters) if own_count else None,
         )
         for _ in blocks:
             pass

@@ -16,7 +16,7 @@ from raydpfl.core.prng import Purpose, bit_streams, stream
 from raydpfl.methods.local.base import Local
 from raydpfl.methods.local.sgd import Sgd  # noqa: F401  (the example above)
 
-# a batch of at least 1/RANKED_RATIO of the rows ranks all rows, a smaller one is drawn row by row
+# a batch of 1/RANKED_RATIO of the rows or more is drawn by ranking all, a smaller one row by row
 RANKED_RATIO = 8
 # bits of a shuffled word that hold the row's number; more where a client's rows take more
 BITS = 24

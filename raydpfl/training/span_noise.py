@@ -154,10 +154,8 @@ def step_noises(
     basis = np.linalg.solve(lower[np.ix_(live_rows, live_rows)], rows[live_rows])
     norms = lengths(responses)
     numbers = first_layer.outputs * rows.shape[1]
-    weights, biases = np.split(
-        norms[0] * noise.client_step_noise(steps, numbers),
-        [first_layer.outputs * first_layer.inputs],
-    )
+    scaled_normals = norms[0] * noise.client_step_noise(steps, numbers)
+    weights, biases = np.split(scaled_normals, [first_layer.outputs * first_layer.inputs])
     columns = weights.reshape(first_layer.outputs, -1).T, biases.reshape(-1, first_layer.outputs)
     update_noise = np.concatenate(columns)  # B, [p (+ 1), out]
     span_rest = basis @ update_noise
@@ -182,8 +180,8 @@ def step_noises(
 def _step_normals(
     noise: StepNoise, steps: int, n: int, outputs: int, later_count: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Of every step a_t [n, outputs], 0 for the last, and the numbers of the later layers, so many
-    `later_count`. Steps whose numbers are no more than `MAX_NORMALS` are drawn together.
+    """Of every step a_t [n, outputs], 0 for the last, and the `later_count` numbers of the later
+    layers. Steps whose numbers are no more than `MAX_NORMALS` are drawn together.
     """
     max_steps = max(1, MAX_NORMALS // (n * outputs + later_count))
     for start in range(0, steps, max_steps):

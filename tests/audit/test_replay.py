@@ -133,7 +133,7 @@ def test_no_sound_config_is_suspected(seed):
 def test_draws_of_one_client_may_drop_out_one_by_one():
     """A replay of such a config found a monitor that ended the run."""
     monitor = SamplingMonitor(
-        Multinomial(cohort=3, dropout=0.3), Population.equal_sizes(5), np.arange(1, 9), 0, False
+        Multinomial(cohort=3, dropout=0.3), Population.balanced(5), np.arange(1, 9), 0, False
     )
     monitor.check(0, Cohort(np.array([3, 3]), np.array([0, 2]), 1), {})
     with pytest.raises(RunError, match="counted a client's draws wrongly in round 1"):

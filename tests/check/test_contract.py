@@ -382,7 +382,7 @@ class Tiring(Local):
 LIARS = {
     Leaky: "bound",
     Endless: "bound",
-    Among: "client independence",
+    Among: "each alone",
     OneBackend: "inverse",
     Talkative: "answers",
     Collapsing: "adapt",
@@ -391,21 +391,21 @@ LIARS = {
     Mixing: "rule",
     Tiring: "numbers",
     Half: "std",
-    Shared: "independence",
-    Stinting: "accounted std",
+    Shared: "independent",
+    Stinting: "as accounted",
     Uneven: "mean",
     Favouring: "follows sampling",
     Unrepeatable: "cohorts",
-    Boasting: "lone client bound",
+    Boasting: "no more private than a lone client",
     Boasted: "accounted",
     Undeclared: "columns",
-    Forgetful: "resumption",
-    Mixed: "row independence",
-    Idle: "parameter gradients",
+    Forgetful: "gone on with",
+    Mixed: "each row alone",
+    Idle: "every parameter",
     Chance: "initial parameters",
-    Drawing: "same rows",
+    Drawing: "same rows twice",
     Beyond: "values",
-    Shifted: "client ranges",
+    Shifted: "any clients",
     Remade: "made",
     Wide: "types",
 }
@@ -455,7 +455,7 @@ def test_a_function_that_makes_a_module_is_checked_on_samples_that_are_told():
     wide = ["data.shape=[60]", "data.classes=4"]
     found = check(path, wide)
     assert all(clause.kept for clause in found), render(found)
-    backends = next(clause.finding for clause in found if clause.name == "backend agreement")
+    backends = next(clause.finding for clause in found if clause.name == "every backend")
     assert (
         backends.startswith("a run takes ")
         and "vmap" in backends

@@ -82,7 +82,7 @@ def test_noise_for_a_law_of_ones_own_is_not_that_of_another_of_its_name(tmp_path
 def test_an_accountant_of_ones_own_is_checked_and_named_in_a_config(tmp_path):
     assert all(clause.kept for clause in check("exact:Exact"))
     broken = [clause.name for clause in check("exact:Half") if not clause.kept]
-    assert broken == ["surveys", "lone client bound", "attack bound"]
+    assert broken == ["surveys", "no more private than a lone client", "no less than an attack"]
     asked = {"accountants": ["exact:Exact", "pld"], "relation": "zero_out"}
     noise = {"multiplier": None, "epsilon": 3.0, "placement": "server"}
     given = experiment(selection={"kind": "full"}, noise=noise, privacy=asked)

@@ -112,7 +112,7 @@ def test_costs_that_are_not_one_per_client_from_0_are_refused(cost):
 
 
 def test_every_pair_of_clients_is_as_likely_as_another():
-    found = counted(member("uniform", cohort=2), Population.equal_sizes(10), range(4500))
+    found = counted(member("uniform", cohort=2), Population.balanced(10), range(4500))
     assert p_value(found, subsets(range(10), 2)) > 1e-4
 
 
@@ -173,7 +173,7 @@ def test_multinomial_draws_by_shares_of_the_data_and_accountants_count_the_likel
     uniform = member("importance", cohort=4, power=0.0)
     assert chosen.probabilities(population).tolist() == [1 / 8, 2 / 8, 5 / 8]
     assert chosen.sampling(population) == Sampling("with_replacement", 3, 4, p_max=5 / 8)
-    assert chosen.sampling(Population.equal_sizes(7)) == Sampling("with_replacement", 7, 4)
+    assert chosen.sampling(Population.balanced(7)) == Sampling("with_replacement", 7, 4)
     assert uniform.sampling(population) == Sampling("with_replacement", 3, 4)
 
 
@@ -224,7 +224,7 @@ def test_a_client_without_data_is_never_asked_however_little_it_costs(solver):
 
 def test_privacy_aware_selection_needs_budgets():
     with pytest.raises(ConfigError, match="'privacy_aware': expected clients with privacy budgets"):
-        example("privacy_aware").draw(0, 0, Population.equal_sizes(9))
+        example("privacy_aware").draw(0, 0, Population.balanced(9))
 
 
 # First responders.
@@ -241,7 +241,7 @@ RESPONSES = {
 @pytest.mark.parametrize("contacted", [None, 4])
 def test_first_responders_of_one_scale_are_a_uniform_cohort(kind, contacted):
     """All 20 cohorts (002 sec. IV); a spread of scales is accounted without amplification."""
-    population = Population.equal_sizes(6)
+    population = Population.balanced(6)
     law = subsets(range(6), 3)
     fields = {"cohort": 3, "contacted": contacted, "response": {"kind": kind, **RESPONSES[kind][0]}}
     alike = member("first_responders", **fields)
@@ -255,7 +255,7 @@ def test_first_responders_of_one_scale_are_a_uniform_cohort(kind, contacted):
 @pytest.mark.parametrize(("contacted", "cohort", "always"), [(40, 10, 8), (20, 5, 4)])
 def test_fast_clients_stay_fast_from_round_to_round(contacted, cohort, always):
     """Scales far apart, hardly any luck: the fastest always come, the slowest half never."""
-    population = Population.equal_sizes(40)
+    population = Population.balanced(40)
     fields = {"response": {"kind": "lognormal", "sigma": 0.1}, "spread": 5.0}
     chosen = member("first_responders", cohort=cohort, contacted=contacted, **fields)
     cohorts = [chosen.draw(0, t, population).clients for t in range(200)]
@@ -299,13 +299,13 @@ def test_the_available_clients_are_those_whose_window_is_open(count, period, win
         turned[open_now, t] = 1
     assert chosen.fewest_available(count) == min(sizes)
     most = turned.cumsum(1).max(0)
-    composed = chosen.composed_rounds(0, 15, Population.equal_sizes(count))
+    composed = chosen.composed_rounds(0, 15, Population.balanced(count))
     assert (composed >= most).all() and (count < period or (composed == most).all())
 
 
 def test_a_cycle_of_whole_groups_gives_every_client_the_same_say_and_one_turn():
     chosen = member("cyclic", period=3)
-    population = Population.equal_sizes(10)
+    population = Population.balanced(10)
     updates = np.arange(10.0) ** 2
     groups = [chosen.draw(0, t, population).clients for t in range(3)]
     steps = [updates[group].sum() / chosen.divisor(population) for group in groups]
@@ -319,25 +319,23 @@ def test_a_cycle_of_whole_groups_gives_every_client_the_same_say_and_one_turn():
 
 def test_a_poisson_law_within_a_group_keeps_its_expected_size():
     chosen = member("cyclic", period=2, cohort=2, scheme="poisson")
-    population = Population.equal_sizes(8)
+    population = Population.balanced(8)
     law = {s: 0.5**4 for size in range(5) for s in itertools.combinations((1, 3, 5, 7), size)}
     assert p_value(counted(chosen, population, range(1, 4000, 2)), law) > 1e-4
     assert (chosen.divisor(population), chosen.sampling(population).kind) == (2.0, "poisson")
 
 
 def test_sampling_within_windows_is_that_of_the_emptiest_round():
-    inside = member("cyclic", period=3, cohort=2).sampling(Population.equal_sizes(11))
+    inside = member("cyclic", period=3, cohort=2).sampling(Population.balanced(11))
     assert (inside.kind, inside.population, inside.cohort) == ("fixed", 3, 2)
-    daily = member("availability", period=5, window=2, cohort=3).sampling(
-        Population.equal_sizes(11)
-    )
+    daily = member("availability", period=5, window=2, cohort=3).sampling(Population.balanced(11))
     assert (daily.kind, daily.population, daily.cohort) == ("fixed", 4, 3)
     for all_of_them in (
         member("cyclic", period=3, cohort=3),
         member("availability", period=5, window=2, cohort=4),
     ):
         # nobody is left who might have been taken instead
-        assert all_of_them.sampling(Population.equal_sizes(11)).kind == "public"
+        assert all_of_them.sampling(Population.balanced(11)).kind == "public"
 
 
 # A minimum separation.
@@ -350,7 +348,7 @@ def test_a_cohort_is_a_uniform_subset_of_those_who_waited_and_took_part_seldom_e
 ):
     """Against a plain list of who may take part, in 24 rounds of many seeds."""
     chosen = member("min_separation", cohort=3, min_separation=separation, participations=most)
-    population = Population.equal_sizes(count)
+    population = Population.balanced(count)
     rounds = 24
     drawn_then: Counter = Counter()
     expected = np.zeros(count)
@@ -367,9 +365,7 @@ def test_a_cohort_is_a_uniform_subset_of_those_who_waited_and_took_part_seldom_e
                 expected[may] += 3 / len(may)
     observed = np.array([drawn_then[k] for k in range(count)])
     assert stats.chisquare(observed, expected).pvalue > 1e-4
-    again = chosen.draw(
-        5, 11, Population.equal_sizes(count)
-    ).clients  # by itself, without the others
+    again = chosen.draw(5, 11, Population.balanced(count)).clients  # by itself, without the others
     assert np.array_equal(again, chosen.draw(5, 11, population).clients)
     composed = chosen.composed_rounds(0, rounds, population)
     turns = -(-np.arange(1, rounds + 1) // separation)
@@ -380,7 +376,7 @@ def test_a_cohort_is_a_uniform_subset_of_those_who_waited_and_took_part_seldom_e
 def test_too_few_clients_for_a_minimum_separation_are_refused_before_the_run():
     chosen = member("min_separation", cohort=3, min_separation=2, participations=2)
     with pytest.raises(ConfigError, match=r"at most the \d clients that may still take .* [56]"):
-        chosen.composed_rounds(0, 10, Population.equal_sizes(9))
+        chosen.composed_rounds(0, 10, Population.balanced(9))
 
 
 # Power-of-choice.
@@ -505,7 +501,7 @@ def test_the_noise_of_answers_is_normal_of_the_given_std_and_its_keys_are_nobody
 
 def test_clients_drop_out_with_the_given_probability_whoever_else_is_drawn():
     """0.7 of 6000 survive, within five stds (false alarms 6e-7); the divisor stays."""
-    population = Population.equal_sizes(40)
+    population = Population.balanced(40)
     chosen = member("uniform", cohort=20, dropout=0.3)
     full = member("full", dropout=0.3)
     kept = 0
@@ -523,7 +519,7 @@ def test_clients_drop_out_with_the_given_probability_whoever_else_is_drawn():
 
 def test_the_draws_of_one_client_fail_one_by_one():
     chosen = member("multinomial", cohort=30, dropout=0.5)
-    population = Population.equal_sizes(1)
+    population = Population.balanced(1)
     left = [chosen.draw(0, t, population).draws.tolist() for t in range(20)]
     assert all(0 < len(draws) < 30 for draws in left) and len(set(map(tuple, left))) == 20
 
@@ -555,7 +551,7 @@ def test_cohorts_that_fifty_clients_cannot_give_are_refused_by_name(fields, fiel
 
 @pytest.mark.parametrize(("epoch", "per_epoch"), [(5, 1), (6, 2), (5, 4), (3, 3)])
 def test_a_random_allocation_gives_every_client_a_uniform_choice_of_rounds(epoch, per_epoch):
-    clients = Population.equal_sizes(3000)
+    clients = Population.balanced(3000)
     chosen = example("random_allocation", epoch=epoch, per_epoch=per_epoch)
     patterns = []
     for first in (0, epoch, 2 * epoch):

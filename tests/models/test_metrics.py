@@ -33,7 +33,7 @@ def value(metric: Any, form: Form, outputs: Any, y: Any, width: int = 30) -> flo
     (made,) = metrics.parse([metric])
     outputs = torch.as_tensor(outputs, dtype=torch.float32)
     batches = zip(outputs.split(width), torch.as_tensor(y).split(width), strict=True)
-    return made.value(made.merge([made.sums(form, *each).double().numpy() for each in batches]))
+    return made.value(made.joined([made.sums(form, *each).double().numpy() for each in batches]))
 
 
 def made_up(form: Form, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -240,7 +240,7 @@ class Brier(Metric):
 class Last(Brier):
     """Looks at the last batch alone."""
 
-    def merge(self, parts: Any) -> np.ndarray:
+    def joined(self, parts: Any) -> np.ndarray:
         return parts[-1]
 
 
@@ -261,7 +261,7 @@ def test_an_own_metric_is_named_by_import_path_and_has_its_column(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lie", "broken"), [("Last", "batches"), ("Upside", "direction")])
+@pytest.mark.parametrize(("lie", "broken"), [("Last", "batches"), ("Upside", "better")])
 def test_a_metric_that_lies_is_caught(lie, broken):
     found = check(f"{__name__}:{lie}")
     assert {clause.name for clause in found if not clause.kept} == {broken}

@@ -227,7 +227,7 @@ def test_a_subgroup_that_is_drawn_too_often_or_too_seldom_is_noticed(declares, f
     if declares == "with_replacement" and (few, odds) == (1, 0.0):
         pytest.skip("no client is drawn more often than it should be by more than 1 / 899")
     member = Favouring(declares=declares, cohort=90, few=few, odds=odds)
-    assert first_alarm(member, Population.equal_sizes(900), 400) is not None
+    assert first_alarm(member, Population.balanced(900), 400) is not None
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_subgroup_that_is_drawn_too_often_or_too_seldom_is_noticed(declares, f
 )
 def test_clients_that_come_together_are_noticed(how, declares, rounds):
     member = Liar(how=how, declares=declares, cohort=90)
-    assert first_alarm(member, Population.equal_sizes(900), rounds, pairs=True) is not None
+    assert first_alarm(member, Population.balanced(900), rounds, pairs=True) is not None
 
 
 def test_a_run_that_goes_on_is_checked_as_if_it_had_not_ended():
@@ -258,7 +258,7 @@ def test_a_run_that_goes_on_is_checked_as_if_it_had_not_ended():
 def test_fewer_clients_than_the_noise_counts_on_are_never_released():
     """Each draws its own noise, sized for 20: 19 would leave the sum with less of it."""
     member = Uniform(cohort=20, dropout=0.1)
-    clients = Population.equal_sizes(100)
+    clients = Population.balanced(100)
     monitor = SamplingMonitor(member, clients, np.arange(1, 11), min_clients=20, secret=True)
     with pytest.raises(RunError, match="left 19 clients in round 0, where the noise counts on 20"):
         monitor.check(0, Cohort(np.arange(19), np.zeros(19, int), lost=1), Counter())
@@ -281,7 +281,7 @@ def test_participations_are_as_far_apart_as_correlated_noise_counts_on(tmp_path)
 
 def test_a_choice_beyond_the_candidates_is_noticed():
     member = Uniform(cohort=2)
-    clients = Population.equal_sizes(10)
+    clients = Population.balanced(10)
     monitor = SamplingMonitor(member, clients, np.arange(1, 11), min_clients=0, secret=False)
     monitor.check_candidates(0, np.array([1, 2, 3]))
     monitor.check(0, Cohort.of(np.array([1, 2])), Counter())
@@ -369,7 +369,7 @@ def test_clients_are_asked_for_their_losses_no_oftener_than_accounted_for(tmp_pa
 def test_separation_holds_when_a_run_goes_on():
     """What the coordinator tells it of the rounds before."""
     monitor = SamplingMonitor(
-        Liar(how="restless"), Population.equal_sizes(300), np.arange(1, 11), 0, False, separation=3
+        Liar(how="restless"), Population.balanced(300), np.arange(1, 11), 0, False, separation=3
     )
     monitor.resume(0, [np.arange(30), np.arange(30, 60)], asks=False)
     with pytest.raises(RunError, match="round 2 again, less than 3 rounds between them"):
@@ -399,7 +399,7 @@ def test_the_size_of_a_secret_cohort_moves_no_adaptive_bound(tmp_path, monkeypat
         ),
         tmp_path / "run",
     )
-    sizes = [len(Liar(how="coins").draw(3, t, Population.equal_sizes(300))) for t in range(4)]
+    sizes = [len(Liar(how="coins").draw(3, t, Population.balanced(300))) for t in range(4)]
     np.testing.assert_allclose(shares, [min(size / 60 + 0.5, 1.0) for size in sizes], atol=0.01)
     assert len(set(sizes)) > 1
 
@@ -426,7 +426,7 @@ class OneGroup(Selection):
 
 
 def test_a_user_defined_scheme_may_draw_clients_in_groups():
-    population = Population.equal_sizes(300)
+    population = Population.balanced(300)
     selection = OneGroup()
     monitor = SamplingMonitor(selection, population, np.arange(1, 201), 0, True)
     draws = (selection.select(3, t, population, None) for t in range(200))
@@ -497,7 +497,7 @@ ALLOCATIONS = ["sound", "the same again", "the last never", "poisson", "once mor
 def test_what_is_no_random_allocation_is_noticed(kind, k):
     epoch, count = 10, 300
     member = RandomAllocation(epoch=epoch, per_epoch=k)
-    monitor = SamplingMonitor(member, Population.equal_sizes(count), np.arange(1, 401), 0, True)
+    monitor = SamplingMonitor(member, Population.balanced(count), np.arange(1, 401), 0, True)
     generator = np.random.default_rng(0)
     seen: Counter[int] = Counter()
     draws = (Cohort.of(epochs_of(kind, t, generator, count, epoch, k)) for t in range(400))
@@ -512,7 +512,7 @@ def test_what_is_no_random_allocation_is_noticed(kind, k):
 def test_dropouts_and_a_start_within_an_epoch_are_no_fault_of_an_allocation():
     for k in (1, 3):
         member = RandomAllocation(epoch=10, per_epoch=k, dropout=0.3)
-        population = Population.equal_sizes(300)
+        population = Population.balanced(300)
         monitor = SamplingMonitor(member, population, np.arange(1, 401), 0, True)
         draws = [member.draw(5, t, population) for t in range(3, 400)]
         monitor.replay(draws[:24], 3)

@@ -354,7 +354,7 @@ def test_threads_have_sums_of_their_own_where_compiled_code_adds_up_alone(backen
     assert began.totals.shape == (sums, native.VECTOR)
 
 
-CLOSED = {kind for kind in FAMILY if FAMILY[kind].closed_form is not Bounding.closed_form}
+CLOSED = {kind for kind in FAMILY if FAMILY[kind].closed is not Bounding.closed}
 
 
 @pytest.mark.parametrize("kind", sorted(CLOSED))
@@ -364,7 +364,7 @@ def test_the_closed_form_of_factors_is_theirs_to_the_bit(kind):
         member = FAMILY[kind](**({} if kind == "none" else {"bound": bound}))
         around = [0.0, bound, np.nextafter(bound, 0), 2 * bound]
         norms = np.concatenate([drawn, around, [5e-324, 1e300]])
-        most, above, beside = member.closed_form(bound)
+        most, above, beside = member.closed(bound)
         with np.errstate(all="ignore"):
             beyond = np.where(beside + norms > 0, above * (1 / (beside + norms)), 0.0)
         found = np.where(norms <= most, 1.0, beyond)

@@ -221,7 +221,7 @@ def expected(result, name):
 
 def twice(kind, out, **fields):
     """A run in two parts, shown by a tool that keeps what it knows in a folder beside it."""
-    tracker = tracking.FAMILY[kind](**fields).relocate(out.parent)
+    tracker = tracking.FAMILY[kind](**fields).kept_in(out.parent)
     asked = experiment().model_copy(update={"track": (tracker,)})
     run_one(asked, out, on_rows=lambda rows: rows[-1]["round"] == 1)
     return run_one(asked, out, resume=True)

@@ -185,9 +185,9 @@ def _worlds(plan: Plan, on_world: Callable[[int, int], None]) -> list[World]:
     victims = _victims(plan, short_rounds)
     client_canaries = ClientCanaries(plan.experiment.seed, plan.d, np.unique(victims), False)
     adversaries = partial(AdversaryWorld, canaries=client_canaries)
-    count = min(TRAINED, short_rounds)
+    train_rounds = min(TRAINED, short_rounds)
     kinds: list[tuple[Callable[..., World], int, int, list[Neighbour]]] = [
-        (TrainingWorld, count, count, [Neighbour(_victims(plan, count)[0])])
+        (TrainingWorld, train_rounds, train_rounds, [Neighbour(_victims(plan, train_rounds)[0])])
     ]
     if not mechanism_of(plan).by_draws:
         cases = (False, 1), (True, 0), (False, 5)
@@ -278,10 +278,8 @@ def _verdict(
     if rest:
         reason = f" ({base.end_reason})" if base.end_reason else ""
         unseen.append(f"the last {rest} rounds{reason}")
-    compared_rounds = set().union(
-        *(world.compared_rounds for world in worlds if world.first is base)
-    )
-    gaps = sorted({*range(len(base.records))} - compared_rounds)
+    round_sets = (world.compared_rounds for world in worlds if world.first is base)
+    gaps = sorted({*range(len(base.records))}.difference(*round_sets))
     if gaps:
         suffix = f" and {len(gaps) - 20} more" if len(gaps) > 20 else ""
         unseen.append(f"rounds in which no client differs ({str(gaps[:20])[1:-1]}{suffix})")

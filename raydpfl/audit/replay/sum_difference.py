@@ -88,8 +88,8 @@ class SumDifference:
         if plan.lattice is not None:  # whose integers are exact
             assert self.record.total is not None and self.reference.total is not None
             return float(np.linalg.norm(self.record.total - self.reference.total)), 0.0
-        total, base = self.record.released, self.reference.released
-        assert total is not None and base is not None and self.reference.cohort is not None
+        released_sum, base = self.record.released, self.reference.released
+        assert released_sum is not None and base is not None and self.reference.cohort is not None
         grid = Grid.of(
             len(self.reference.cohort),
             None if self.reference.bound is None else self.reference.bound * plan.weight,
@@ -99,7 +99,7 @@ class SumDifference:
         root = len(base) ** (1 / order)
         coarse = 2 * self.draws + (len(self.reference.cohort) if self.hidden else 0)
         slack = root * (coarse * grid.step + 4 * float(np.spacing(np.abs(base).max(initial=0.0))))
-        return float(np.linalg.norm(total - base, order)), slack
+        return float(np.linalg.norm(released_sum - base, order)), slack
 
     def _other_client_faults(self, slack: float) -> Iterator[str]:
         """What clients send, the victim left out, is the same."""

@@ -272,8 +272,7 @@ class World(CanaryRun):
         query = selection.loss_query
         if query is None or is_other.all():
             return
-        samples = (np.full(3, loss) for loss in LOSSES)
-        answers = [selection.answer(sample, noise_seed, t, victim) for sample in samples]
+        answers = [selection.answer(np.full(3, loss), noise_seed, t, victim) for loss in LOSSES]
         loss_range = np.ptp([*answers, *losses[~is_other], *base[~is_other]])
         if not loss_range <= 2 * query.bound * (1 + ROUNDING) + 1e-12 * np.abs(answers).max():
             self.moves.append(

@@ -151,8 +151,8 @@ def budget(
         Console(highlight=False).print(budget_display.render_budget(answer))
 
 
-def _check_options(options: dict[str, Any], names: set[str], expected: str) -> None:
-    for name in (name for name in options if name not in names):
+def _check_options(options: dict[str, Any], allowed_names: set[str], expected: str) -> None:
+    for name in (name for name in options if name not in allowed_names):
         raise ConfigError(f"--{name.replace('_', '-')}", options[name], expected)
 
 

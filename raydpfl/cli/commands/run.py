@@ -49,8 +49,8 @@ def run(
     from raydpfl.runtime import runner
     from raydpfl.simulation import user_code
 
-    code_folder = out or config if resume else config
-    with user_code.stored_code(code_folder, prefer_stored=resume and not fresh_noise):
+    code_source = out or config if resume else config
+    with user_code.stored_code(code_source, prefer_stored=resume and not fresh_noise):
         experiment, folder = read("run", config, overrides)
         if resume and out is None:
             out = folder or refuse_resume(config, "run")

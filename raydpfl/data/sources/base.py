@@ -298,8 +298,8 @@ class InMemoryData(SizedData):
             feature_samples = replace(samples, x=columns[0], test_x=columns[1], tokens=0)
             return self._build_split(feature_samples, order, sizes)
 
-        def without(holdout: np.ndarray) -> Split:
-            return assemble(features.columns_without(samples.x, samples.test_x, holdout, root))
+        def without(rows: np.ndarray) -> Split:
+            return assemble(features.columns_without(samples.x, samples.test_x, rows, root))
 
         return replace(assemble(features.columns(samples.x, samples.test_x, root)), without=without)
 

@@ -144,7 +144,7 @@ class Bounding(WithServerState):
         values = [self.factor(norm, bound) for norm in norms.tolist()]
         return torch.tensor(values, dtype=torch.float64, device=norms.device)
 
-    def closed_form(self, bound: float) -> tuple[float, float, float] | None:
+    def closed(self, bound: float) -> tuple[float, float, float] | None:
         """(threshold, numerator, offset): factors are 1 for norms up to `threshold`, and
         numerator / (offset + norm) beyond, or 0 where that divides by 0; to the bit as `factors`,
         as torch divides a number by a tensor. None: no such form. Not used of user-defined classes.
@@ -213,10 +213,10 @@ def _scalar_factor(factors: Callable[[Any, Tensor, float], Tensor]) -> Callable[
 
 
 class ClosedForm(Bounding):
-    """Base of the members with a closed form, which give `closed_form`."""
+    """Base of the members with a closed form, which give `closed`."""
 
     def factors(self, norms: Tensor, bound: float) -> Tensor:
-        form = self.closed_form(bound)
+        form = self.closed(bound)
         assert form is not None  # of these members
         threshold, numerator, offset = form
         divisors = offset + norms

@@ -13,7 +13,7 @@ class Clip(ClosedForm):
     kind: str = "clip"
     bound: Bound = Field(description="c: the largest L2 norm of what one client sends")
 
-    def closed_form(self, bound: float) -> tuple[float, float, float]:
+    def closed(self, bound: float) -> tuple[float, float, float]:
         return bound, bound, 0.0
 
 

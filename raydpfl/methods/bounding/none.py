@@ -12,5 +12,5 @@ class Unbounded(ClosedForm):
     kind: str = "none"
     scaling: Literal["update"] = Field(default="update", description="the update, as it is")
 
-    def closed_form(self, bound: float) -> tuple[float, float, float]:
+    def closed(self, bound: float) -> tuple[float, float, float]:
         return math.inf, 0.0, 0.0

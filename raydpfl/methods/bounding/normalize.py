@@ -16,7 +16,7 @@ class Normalize(ClosedForm):
     kind: str = "normalize"
     bound: Bound = Field(description="c: the L2 norm of what every client sends")
 
-    def closed_form(self, bound: float) -> tuple[float, float, float]:
+    def closed(self, bound: float) -> tuple[float, float, float]:
         return -1.0, bound, 0.0
 
 
@@ -34,5 +34,5 @@ class SmoothNormalize(ClosedForm):
     def far(self) -> float:
         return 1000 * self.a
 
-    def closed_form(self, bound: float) -> tuple[float, float, float]:
+    def closed(self, bound: float) -> tuple[float, float, float]:
         return -1.0, bound, self.a

@@ -86,7 +86,7 @@ class Scaffold(Sgd):
         return -view.broadcast["c"] * self._path(view.lr)
 
     def next_state(self, noisy_updates: torch.Tensor, view: View) -> torch.Tensor | None:
-        """c_i+ of clients that trained with `correction` and moved by this."""
+        """c_i+ of clients that trained with `correction` and moved by `noisy_updates`."""
         difference = view.state.double() - view.broadcast["c"].double()
         return difference - noisy_updates / self._path(view.lr)
 

@@ -223,15 +223,15 @@ def _has_minimum(x: np.ndarray, y: np.ndarray, weights: np.ndarray, outputs: np.
     from scipy.optimize import linprog
 
     by_output = _loss(outputs, y, weights)[1]
-    other_classes = np.arange(outputs.shape[1]) != y[:, None]
+    other_mask = np.arange(outputs.shape[1]) != y[:, None]
     # with this change of the probabilities the gradient is 0
     change = CURVATURE * x @ (x.T @ by_output)
-    if (by_output / weights[:, None] - change)[other_classes].min() > 0:
+    if (by_output / weights[:, None] - change)[other_mask].min() > 0:
         return True
-    is_separated = (outputs[np.arange(len(y)), y][:, None] - outputs)[other_classes].min() > 0
+    is_separated = (outputs[np.arange(len(y)), y][:, None] - outputs)[other_mask].min() > 0
     if is_separated or outputs.size * outputs.shape[1] * x.shape[1] > PROGRAM:
         return False
-    rows, places = np.nonzero(other_classes)
+    rows, places = np.nonzero(other_mask)
     margins = np.zeros((len(rows), outputs.shape[1], x.shape[1]))
     margins[np.arange(len(rows)), y[rows]] = x[rows]
     margins[np.arange(len(rows)), places] = -x[rows]

@@ -112,20 +112,20 @@ def round_columns(columns: Columns, bound: float | None) -> dict[str, float | No
     client that failed has NaN, and is left out.
     """
     row: dict[str, float | None] = dict.fromkeys(("snr", *ANGLES, *BIAS))
-    finite_rows = np.isfinite(columns["norm"])
-    if finite_rows.any() and len(columns.get("noise_norm", ())):
-        signal = np.nanmean(columns["bounded_norm"][finite_rows])
-        row["snr"] = float(signal / np.nanmean(columns["noise_norm"][finite_rows]))
+    finite_mask = np.isfinite(columns["norm"])
+    if finite_mask.any() and len(columns.get("noise_norm", ())):
+        signal = np.nanmean(columns["bounded_norm"][finite_mask])
+        row["snr"] = float(signal / np.nanmean(columns["noise_norm"][finite_mask]))
     angles = columns.get("angle", np.empty(0))
     angles = angles[np.isfinite(angles)]
     if len(angles):
         row |= {name: float(np.quantile(angles, int(name[-2:]) / 100)) for name in ANGLES}
-    if bound is None or not finite_rows.any():
+    if bound is None or not finite_mask.any():
         return row
-    alpha = expected_alpha = bound / np.maximum(bound, columns["norm"][finite_rows])
+    alpha = expected_alpha = bound / np.maximum(bound, columns["norm"][finite_mask])
     biases = {}
     if "expected_norm" in columns:
-        expected_alpha = bound / np.maximum(bound, columns["expected_norm"][finite_rows])
+        expected_alpha = bound / np.maximum(bound, columns["expected_norm"][finite_mask])
         biases["bias_within"] = np.abs(alpha - expected_alpha)
     biases["bias_across"] = np.abs(expected_alpha - expected_alpha.mean())
     row["alpha_mean"] = float(expected_alpha.mean())

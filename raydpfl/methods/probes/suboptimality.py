@@ -126,9 +126,9 @@ def quadratic_minimum(
         curvature += (x * weights[:, None]).T @ x
         slope += (weights * y) @ x
     values, directions = np.linalg.eigh(curvature)
-    curved_axes = values > FLAT * max(values[-1], 0.0)
-    values = values[curved_axes]
-    directions = directions[:, curved_axes]
+    curved_mask = values > FLAT * max(values[-1], 0.0)
+    values = values[curved_mask]
+    directions = directions[:, curved_mask]
     best = (directions.T @ slope) / values
 
     def gap(theta: np.ndarray) -> tuple[float, float]:

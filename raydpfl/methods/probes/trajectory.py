@@ -60,7 +60,7 @@ def project_paths(
     d = paths[0].shape[1]
     extra = np.zeros((0, d)) if marks is None else np.asarray(marks)
     lengths = [len(path) for path in paths]
-    nan_rows = np.concatenate([np.isnan(path).any(axis=1) for path in paths])
+    nan_mask = np.concatenate([np.isnan(path).any(axis=1) for path in paths])
     origin = extra[0] if len(extra) else paths[0][0]
     count = sum(lengths) + len(extra)
     products = np.zeros((count, count))
@@ -69,11 +69,11 @@ def project_paths(
         part = slice(start, start + width)
         rows = [np.asarray(points[:, part], np.float64) for points in (*paths, extra)]
         block = np.concatenate(rows) - np.asarray(origin[part], np.float64)
-        block[: len(nan_rows)][nan_rows] = 0.0
+        block[: len(nan_mask)][nan_mask] = 0.0
         products += block @ block.T
-    axes = np.concatenate([~nan_rows, np.zeros(len(extra), bool)])
+    axes = np.concatenate([~nan_mask, np.zeros(len(extra), bool)])
     coordinates = _principal_coordinates(products, axes)
-    coordinates[: len(nan_rows)][nan_rows] = np.nan
+    coordinates[: len(nan_mask)][nan_mask] = np.nan
     *projected_paths, projected_marks = np.split(coordinates, np.cumsum(lengths))
     return projected_paths, projected_marks
 

@@ -4,7 +4,7 @@ The contract of a member: the cohort of a round is a function of (seed, round) a
 `Population` alone; its clients are in ascending order, one drawn twice listed twice; `sampling` is
 exactly the sampling scheme that `select` follows, so that sampler and accountant cannot disagree.
 
->>> clients = Population.equal_sizes(10)
+>>> clients = Population.balanced(10)
 >>> Uniform(cohort=3).exposed(seed=0, t=5, population=clients)
 array([1, 2, 5])
 >>> print(Uniform(cohort=3).sampling(clients))

@@ -53,7 +53,7 @@ class Population:
         self._cache: dict[Hashable, Any] = {}
 
     @classmethod
-    def equal_sizes(cls, count: int, table: np.ndarray | None = None) -> Population:
+    def balanced(cls, count: int, table: np.ndarray | None = None) -> Population:
         """`count` clients with one sample each, which differ at most in the `table`."""
         return cls(np.broadcast_to(np.int64(1), count), table=table)
 

@@ -35,7 +35,7 @@ class Auc(Percent):
         # rounded, as scores that are the same but for rounding are ties
         return _pack_rows(torch.log_softmax(scores, 1).float().double(), y[:, None] == ids, counts)
 
-    def merge(self, parts: Sequence[Total]) -> Total:
+    def joined(self, parts: Sequence[Total]) -> Total:
         """The rows of all batches, one after another."""
         return np.concatenate([parts[0][:1], *(part[1:] for part in parts)])
 

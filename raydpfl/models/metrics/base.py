@@ -31,7 +31,7 @@ class Metric(Member):
         """
         raise NotImplementedError
 
-    def merge(self, parts: Sequence[Total]) -> Total:
+    def joined(self, parts: Sequence[Total]) -> Total:
         """What batches, float64 [k] each, come to together: their sum, in their order."""
         total = np.zeros_like(parts[0])
         for part in parts:

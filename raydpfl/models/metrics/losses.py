@@ -83,7 +83,7 @@ class R2(Metric):
         count = torch.full_like(center, len(actual))
         return torch.cat([count, center, ((actual - center) ** 2).sum(0), errors])
 
-    def merge(self, parts: Sequence[Total]) -> Total:
+    def joined(self, parts: Sequence[Total]) -> Total:
         """Means and squares about them put together without cancellation (Chan et al., 1979)."""
         count, center, squares, errors = parts[0].reshape(4, -1)
         for part in parts[1:]:

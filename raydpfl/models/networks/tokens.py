@@ -31,9 +31,8 @@ class TokenModel(Model):
         if positions not in ([], list(form.shape)):
             expected = f"one for other targets: {positions} for {form.shape} inputs; it is for"
             raise ConfigError("model.kind", self.kind, f"{expected} {MODES}")
-        return self.tokens(
-            form.tokens, form.shape[0], outputs, all_positions if positions else last_position
-        )
+        pick = all_positions if positions else last_position
+        return self.tokens(form.tokens, form.shape[0], outputs, pick)
 
     def tokens(
         self, tokens: int, length: int, outputs: int, pick: Callable[[Tensor], Tensor]

@@ -52,13 +52,13 @@ class Sequence(Task):
     def targets(self, name: str, y: np.ndarray, test_y: np.ndarray, classes: Classes) -> Targets:
         width = max((len(row) for column in (y, test_y) for row in _rows(name, column)), default=0)
         arrays = [self._pad_rows(name, column, width) for column in (y, test_y)]
-        flat = np.concatenate([column[column != self.ignore] for column in arrays])
-        if not len(flat):
+        labels = np.concatenate([column[column != self.ignore] for column in arrays])
+        if not len(labels):
             raise ConfigError("data.y", name, f"targets; all of these are {self.ignore}, ignored")
         number = len(classes) if isinstance(classes, tuple) else classes
-        number_classes(name, flat, number)
+        number_classes(name, labels, number)
         names = classes if isinstance(classes, tuple) else ()
-        return (arrays[0], arrays[1], Target((width,), number or 1 + int(flat.max()), names))
+        return arrays[0], arrays[1], Target((width,), number or 1 + int(labels.max()), names)
 
     def _pad_rows(self, name: str, column: np.ndarray, width: int) -> np.ndarray:
         """Int64 [rows, width]."""

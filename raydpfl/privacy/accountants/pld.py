@@ -51,10 +51,10 @@ class Pld(Accountant):
                 [[pld.epsilon_at(delta, rounds.step, tail) for tail in row] for row in tails],
                 axis=0,
             )
-            is_small = pld.is_small(delta, last) or np.isinf(curve).any()
-            if _has_renyi(event) and (is_small or _is_loose(event, [rounds])):
+            unreached = pld.is_small(delta, last) or np.isinf(curve).any()
+            if _has_renyi(event) and (unreached or _is_loose(event, [rounds])):
                 curve = np.minimum(curve, Rdp().curve(event, delta, counts))
-            if is_small:  # rounds of the least noise spend no less
+            if unreached:  # rounds of the least noise spend no less
                 curve = np.minimum(curve, self._epsilons(replace(event, mus=()), delta, counts))
             return curve
         times, parts = event.sampling.scheme.charged(event.sampling, counts)

@@ -44,11 +44,9 @@ class Scatter(PlotItem):
 
     def arrange_panels(self, cases: Sequence[LabelledRun]) -> list[Panel]:
         """One panel, with a group for each label of `colour`, whatever the others are."""
-        cases_by_label = group_by(cases, lambda case: case.labels.get(self.colour, ""))
+        by_label = group_by(cases, lambda case: case.labels.get(self.colour, ""))
         places = labels_of(cases, self.colour) or [""]
-        groups = [
-            Group(label, places.index(label), cases_by_label[label]) for label in cases_by_label
-        ]
+        groups = [Group(label, places.index(label), by_label[label]) for label in by_label]
         return [Panel("", groups)]
 
     def prepare(self, panels: Sequence[Panel]) -> Any:

@@ -321,9 +321,7 @@ class PublishedTable:
         def fits(row: Mapping[str, str]) -> bool:
             text = {name: normalize(row.get(name, "")) for name in (*conditions, *columns)}
             # where no label is printed, it is all of them
-            return all(
-                text[name] == normalize(label) for name, label in conditions.items()
-            ) and all(
+            return all(text[k] == normalize(v) for k, v in conditions.items()) and all(
                 axis in labels and text[name] in ("", normalize(labels[axis]))
                 for name, axis in columns.items()
             )

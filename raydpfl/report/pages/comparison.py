@@ -188,9 +188,7 @@ class Comparison:
             name: dict.fromkeys(str(getattr(g, name)).replace("_", " ") for g in held_guarantees)
             for name in TERMS
         }
-        parts = [
-            f"{name}: {join_names([*words])}" for name, words in values.items() if len(words) > 1
-        ]
+        parts = [f"{k}: {join_names([*v])}" for k, v in values.items() if len(v) > 1]
         text = f"The epsilons are not of one kind. They differ in {'; '.join(parts)}."
         return [text] if parts else []
 

@@ -189,10 +189,9 @@ class StudySource(PageSource):
             claim_counts = f"{claims.count('holds')} of {len(claims)}"
             tiles.append(Tile("claims that hold", claim_counts, other_verdicts))
         if identities := summary.get("identities", ()):
-            count = sum(claim["held"] is True for claim in identities)
-            tiles.append(
-                Tile("identities that held", f"{count} of {len(identities)}", "bit by bit")
-            )
+            count = sum(identity["held"] is True for identity in identities)
+            value = f"{count} of {len(identities)}"
+            tiles.append(Tile("identities that held", value, "bit by bit"))
         return [*tiles, *time_tile(summary, "the whole study")]
 
     def identities(self) -> list[Piece]:
@@ -322,8 +321,8 @@ def epsilons(cases: Sequence[LabelledRun]) -> Piece:
     all_guarantees = [g for case in cases for g in case.run.guarantees]
     names = dict.fromkeys((g.accountant, g.kind) for g in all_guarantees)
     rows: list[Row] = []
-    for labels, inside in group_by(cases, lambda case: case.at(axes)).items():
-        runs = [case.run for case in inside]
+    for labels, cell in group_by(cases, lambda case: case.at(axes)).items():
+        runs = [case.run for case in cell]
         guarantees = [run.holds[0] for run in runs] if all(run.holds for run in runs) else []
         row = axes_row(axes, labels)
         row["epsilon that holds"] = max((g.epsilon for g in guarantees), default=None)

@@ -308,7 +308,7 @@ class KernelContribution(ScaledContribution):
     def add_chunk(self, state: ChunkRound) -> None:
         chunk = state.chunk
         work = state.work
-        closed_form = self.bounding.closed_form(bound_of(state))
+        closed_form = self.bounding.closed(bound_of(state))
         assert closed_form is not None  # as `choose` says
         accumulator = Sum(
             closed_form,
@@ -354,7 +354,7 @@ def choose(state: ChunkRound, training: ChunkTraining) -> type[Contribution]:
         and len(clients)
         and state.chunk.limits is None
         and training.rows.sizes(clients).all()
-        and bounding.closed_form(bound_of(state)) is not None
+        and bounding.closed(bound_of(state)) is not None
     )
     return KernelContribution if fits_kernel else ScaledContribution
 

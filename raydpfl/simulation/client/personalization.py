@@ -192,8 +192,8 @@ class PersonalTraining:
             blocks = self.rows.train(self.trainer, model, part, members[span], t, starts=points)
             updates = {slot: update for block in blocks for slot, update, _ in block.clients()}
             zero = torch.zeros_like(model)
-            rows = [model + updates.get(slot, zero) for slot in range(len(part.clients))]
-            parts.append(torch.stack(rows) if points is None else points.final)
+            vectors = [model + updates.get(slot, zero) for slot in range(len(part.clients))]
+            parts.append(torch.stack(vectors) if points is None else points.final)
         return torch.cat(parts)
 
 

@@ -114,9 +114,8 @@ class CellProgress:
             reference = self.cell.references[key]
             mean = source.final_setting.mean(reference.value) if source.final_setting else None
             if mean is None:
-                raise RunError(
-                    f"the runs of {cell.display_name()} have no number {reference.value}"
-                )
+                name = cell.display_name()
+                raise RunError(f"the runs of {name} have no number {reference.value}")
             numbers[key] = reference.times * mean
         return numbers
 

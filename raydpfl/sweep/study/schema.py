@@ -165,7 +165,7 @@ class Study:
         return dump(tree) + "...\n"
 
     def differs(self, other: Study) -> Difference:
-        """(field, here, there) of what makes it another study, or another scale, than `other`."""
+        """(field, own value, that of `other`) of what makes it another study or another scale."""
         if self.about.id != other.about.id:
             return "study.id", self.about.id, other.about.id
         return ("--scale", self.scale, other.scale) if self.scale != other.scale else None
@@ -262,16 +262,14 @@ class Study:
     def _cell(self, place: Mapping[str, Any]) -> StudyCell:
         name, accounting = place["arm"], place["accounting"]
         arm = self.arms[name]
-        tree = apply_changes(
-            {key: self.given[key] for key in self.given if key in SECTIONS}, arm.puts
-        )
+        tree = {key: self.given[key] for key in self.given if key in SECTIONS}
+        tree = apply_changes(tree, arm.puts)
         for axis, values in self.panels.items():
             value = values[place[strip_mark(axis)]]
             # else several sections and dotted keys
             is_single = strip_mark(axis) in SECTIONS or "." in axis
-            tree = apply_changes(
-                tree, {axis: value} if is_single else _puts(f"panels.{axis}", value)
-            )
+            changes = {axis: value} if is_single else _puts(f"panels.{axis}", value)
+            tree = apply_changes(tree, changes)
         if accounting is not None and is_private(tree):
             meaning = arm.accounting.get(accounting, self.accounting[accounting])
             if meaning is None:
@@ -379,8 +377,8 @@ class Study:
                 cell.experiment(values, self.final_seeds().start)
         for _ in self.tuning_runs():
             pass
-        has_held_out_rows = self.about.validation or not any(cell.grid for cell in self.cells)
-        if score_set(judge) == VALIDATION and not has_held_out_rows:
+        has_choice = any(cell.grid for cell in self.cells)
+        if score_set(judge) == VALIDATION and has_choice and not self.about.validation:
             raise ConfigError("study.validation", 0, f"a share above 0, as study.judge is {judge}")
         _ = self.same_bits, self.claims
         self.published_tables()
@@ -478,8 +476,7 @@ def _check_evaluate(cell: StudyCell) -> None:
     section = cell.tree.get("evaluate")
     for key in ("test", "validation"):
         if isinstance(section, Mapping) and key in section:
-            expected = (
-                "none in a study: final runs have all rows and the test set; study.validation"
-            )
-            expected += f" is for runs that choose values (in {cell.display_name()})"
+            expected = "none in a study: final runs have all rows and the test set; "
+            expected += "study.validation is for runs that choose values"
+            expected += f" (in {cell.display_name()})"
             raise ConfigError(f"evaluate.{key}", section[key], expected)

@@ -62,21 +62,18 @@ def missing_requirement(
         f"{base.PERTURBED}, clipped": local.perturbs and clip is not None,
         base.ANY_RULE: local.linear() is None,
     }
-    capabilities = BACKENDS[backend].capabilities
-    return next(
-        (need for need, required in requirements.items() if required and need not in capabilities),
-        None,
-    )
+    needs = [need for need, is_required in requirements.items() if is_required]
+    return next((need for need in needs if need not in BACKENDS[backend].capabilities), None)
 
 
 def check_backend(
     backend: str, local: Local, clip: float | None, precision: Precision, split: ParameterSplit
 ) -> None:
     """Raises `ConfigError` for an unknown backend, or one that lacks what is asked of it."""
-    requirements = (local, clip, precision, split)
-    unsupported = missing_requirement(backend, *requirements) if backend in BACKENDS else None
+    demands = (local, clip, precision, split)
+    unsupported = missing_requirement(backend, *demands) if backend in BACKENDS else None
     if backend in BACKENDS and not unsupported:
         return
-    names = ", ".join(name for name in BACKENDS if not missing_requirement(name, *requirements))
+    names = ", ".join(name for name in BACKENDS if not missing_requirement(name, *demands))
     reason = f" (local.kind {local.kind}: {backend} cannot do {unsupported})" if unsupported else ""
     raise ConfigError("client.backend", backend, f"auto or one of {names}{reason}")

@@ -127,7 +127,7 @@ class Sum:
     update that is not finite counts as 0.
     """
 
-    # see `raydpfl.methods.bounding.Bounding.closed_form`
+    # see `raydpfl.methods.bounding.Bounding.closed`
     closed_factors: tuple[float, float, float]
     weights: np.ndarray  # float64 [C]
     std: float  # of `raydpfl.methods.noise.keyed_noise.client_noise` on each; 0: none

@@ -282,9 +282,9 @@ def links(module: nn.Module) -> tuple[Link, ...]:
     if places or kinds.count(Flat) != 1:
         raise NoStack(CHAIN_MESSAGE)
     flat = kinds.index(Flat)
-    is_chain = kinds[0] is Convolution and Dense in kinds[flat + 1 :]
+    has_both = kinds[0] is Convolution and Dense in kinds[flat + 1 :]
     other_kinds = set(kinds[:flat]) - {Convolution, Pointwise, Drop}
-    if not is_chain or other_kinds or set(kinds[flat + 1 :]) - {Dense, Pointwise, Drop}:
+    if not has_both or other_kinds or set(kinds[flat + 1 :]) - {Dense, Pointwise, Drop}:
         raise NoStack(CHAIN_MESSAGE)
     # the first linear layer has its columns in the order of images with channels last
     dense_index = kinds.index(Dense)

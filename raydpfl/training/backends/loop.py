@@ -133,13 +133,13 @@ class Loop(OneByOne):
         with torch.no_grad():
             if descent.shrink != 1:
                 self.flat.mul_(descent.shrink)
-            updates = [
+            pairs = [
                 (view, parameter.grad)
                 for view, parameter in zip(self.views, self.trainable, strict=True)
                 if parameter.grad is not None
             ]
-            if updates:
-                torch._foreach_add_(*zip(*updates, strict=True), alpha=-descent.lr)
+            if pairs:
+                torch._foreach_add_(*zip(*pairs, strict=True), alpha=-descent.lr)
         return loss.detach()
 
     def _loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

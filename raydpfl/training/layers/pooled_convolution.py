@@ -77,7 +77,7 @@ class Filters:
         step = (window.stride[0] * row, window.stride[1] * inputs)
         self.shape = (channels, window.kernel[0], window.kernel[1] * inputs)
         self.cells = (count, *grid, channels)
-        self.maxima_indices = torch.empty(self.cells, dtype=torch.int32)
+        self.indices = torch.empty(self.cells, dtype=torch.int32)  # of the maxima
         pairs = (outputs, step, grid, *window.pool[:4])
         self._filters = _Filters(
             *(count, channels, _pair((height, width * inputs))),
@@ -89,14 +89,8 @@ class Filters:
         """The maxima, float32 [B, C, h, w], by filters [C, height, width, c] and bias [C]."""
         maxima = torch.empty(self.cells)
         filters = (weights.contiguous(), None if bias is None else bias.contiguous())
-        self._call(
-            "raydpfl_maxima",
-            self.unpadded_images,
-            self.images,
-            *filters,
-            maxima,
-            self.maxima_indices,
-        )
+        arrays = (self.unpadded_images, self.images, *filters, maxima, self.indices)
+        self._call("raydpfl_maxima", *arrays)
         return maxima.permute(0, 3, 1, 2)
 
     def follow(self, g: torch.Tensor) -> None:
@@ -106,16 +100,14 @@ class Filters:
     def squares(self) -> torch.Tensor:
         """The squared norm of every sample's gradient, float32 [B]."""
         squares = torch.empty(len(self.images))
-        self._call("raydpfl_filters", self.images, self.g, self.maxima_indices, None, squares, None)
+        self._call("raydpfl_filters", self.images, self.g, self.indices, None, squares, None)
         return squares
 
     def total(self, factors: torch.Tensor | None = None) -> torch.Tensor:
         """The sum of gradients, by `factors` [B] if given: float32 [C, height, width times c]."""
         total = torch.empty(self.shape)
         weights = None if factors is None else factors.contiguous()
-        self._call(
-            "raydpfl_filters", self.images, self.g, self.maxima_indices, weights, None, total
-        )
+        self._call("raydpfl_filters", self.images, self.g, self.indices, weights, None, total)
         return total
 
     def by_images(self, weights: torch.Tensor) -> torch.Tensor:
@@ -123,9 +115,7 @@ class Filters:
         filters [C, height, width, c].
         """
         by_images = torch.empty_like(self.unpadded_images)
-        self._call(
-            "raydpfl_by_images", self.g, self.maxima_indices, weights.contiguous(), by_images
-        )
+        self._call("raydpfl_by_images", self.g, self.indices, weights.contiguous(), by_images)
         return by_images.permute(0, 3, 1, 2)
 
     def _call(self, name: str, *arrays: torch.Tensor | None) -> None:
