@@ -14,8 +14,8 @@ are the first rounds of any block. Printed for each:
   can do in that wall time, all cores at the speed of one thread's `torch.mm` of float32 matrices of
   2048 rows; `(cpu)` over those that its processor time can. Whoever needs fewer FLOPs than a plain
   loop may pass 100 %.
-- `MB`: the largest sum of the resident memory of all its processes, sampled; pages that they share
-  count in each.
+- `MB`: the largest sum of the memory of all its processes, sampled, and `largest` that of a single
+  process. A page that n processes share counts as 1/n in each (Linux's proportional set size).
 - `start`: seconds from the command to the end of the first round.
 - `loss` on the first 1,000 rows after as many rounds for all: that they do the same work.
 
@@ -49,7 +49,8 @@ WARM = 2  # rounds of every block that do not count
 TRIED = WARM + 1  # rounds of the block that finds how many the others have
 MOST = 300  # rounds of a block
 TIMEOUT = 900.0  # seconds of a block
-SAMPLED = 0.25  # seconds between two looks at the memory
+SAMPLED = 1.0  # seconds between two looks at the memory
+TICK = 0.01  # seconds that Linux counts processor time in
 NEEDS = {
     "raydpfl": ("raydpfl",),
     "pfl": ("pfl", "torch"),
@@ -233,13 +234,14 @@ def has(peer: str, python: str) -> bool:
 @dataclass(frozen=True)
 class Block:
     """Some rounds of a contender: the start and the seconds of its rounds, those of the processor
-    and of the clock a round, and the peak memory in MB.
+    and of the clock a round, and the peak memory in MB, of all processes and of the largest.
     """
 
     startup: float
     walls: list[float]
     processor: float
     memory: float
+    largest: float
     loss: float
 
 
@@ -259,30 +261,28 @@ def processor_seconds(process: psutil.Process) -> float:
 
 
 class Memory:
-    """The peak of the resident memory of a process and all below it, in MB."""
+    """The peak of the memory of a process and all below it, and of one of them, in MB."""
 
     def __init__(self, process: psutil.Process):
         self.process = process
-        self.peak = 0.0
+        self.peak = self.largest = 0.0
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
 
     def _watch(self) -> None:
         while not self.ended.wait(SAMPLED):
-            self.peak = max(self.peak, self._now())
+            sizes = [0.0]
+            for each in tree(self.process):
+                with suppress(psutil.NoSuchProcess):
+                    sizes.append(each.memory_full_info().pss / 1e6)
+            self.peak = max(self.peak, sum(sizes))
+            self.largest = max(self.largest, *sizes)
 
-    def _now(self) -> float:
-        total = 0
-        for each in tree(self.process):
-            with suppress(psutil.NoSuchProcess):
-                total += each.memory_info().rss
-        return total / 1e6
-
-    def stop(self) -> float:
+    def stop(self) -> tuple[float, float]:
         self.ended.set()
         self.thread.join()
-        return self.peak
+        return self.peak, self.largest
 
 
 def stop(process: psutil.Process) -> None:
@@ -345,12 +345,13 @@ def run_block(contender: Contender, work: Work, net: str, folder: Path, timeout:
         watched = psutil.Process(process.pid)
         memory = Memory(watched)
         ends, marks, loss = heard(process, watched, contender.rounds)
-        peak = memory.stop()
+        peak, largest = memory.stop()
     if len(ends) != contender.rounds:
         raise SystemExit(f"{contender.name} told of {len(ends)} of {contender.rounds} rounds")
     rounds = len(ends) - WARM
     walls = np.diff(ends)[WARM - 1 :].tolist()
-    return Block(ends[0] - began, walls, (marks[1] - marks[0]) / rounds, peak, loss)
+    processor = max(marks[1] - marks[0], TICK) / rounds
+    return Block(ends[0] - began, walls, processor, peak, largest, loss)
 
 
 def heard(
@@ -427,6 +428,7 @@ def summary(contender: Contender, work: Work, peak_flops: float, cores: int) -> 
         "share_of_peak": work.flops / (wall * peak_flops * cores),
         "share_of_peak_processor": work.flops / (processor * peak_flops),
         "peak_mb": max(block.memory for block in blocks),
+        "largest_process_mb": max(block.largest for block in blocks),
         "startup_seconds": median(block.startup for block in blocks),
         "loss": contender.loss,
         "rounds": contender.rounds - WARM,
@@ -455,17 +457,18 @@ def ratios(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 HEAD = (
-    f"{'job':15}{'contender':26}{'wall':>9}{'processor':>11}{'of peak':>9}{'(cpu)':>8}"
-    f"{'MB':>7}{'start':>7}{'loss':>8}"
+    f"{'job':14}{'contender':25}{'wall':>9}{'processor':>10}{'of peak':>8}{'(cpu)':>7}"
+    f"{'MB':>6}{'largest':>8}{'start':>6}{'loss':>7}"
 )
 
 
 def row(job: str, each: dict[str, Any]) -> str:
     wall = each["wall_seconds"] * 1e3
     processor = each["processor_seconds"] * 1e3
-    shares = f"{each['share_of_peak']:>9.1%}{each['share_of_peak_processor']:>8.1%}"
-    rest = f"{each['peak_mb']:>7,.0f}{each['startup_seconds']:>7.1f}{each['loss']:>8.4f}"
-    return f"{job:15}{each['name']:26}{wall:>9,.1f}{processor:>11,.1f}{shares}{rest}"
+    shares = f"{each['share_of_peak']:>8.1%}{each['share_of_peak_processor']:>7.1%}"
+    memory = f"{each['peak_mb']:>6,.0f}{each['largest_process_mb']:>8,.0f}"
+    rest = f"{memory}{each['startup_seconds']:>6.1f}{each['loss']:>7.4f}"
+    return f"{job:14}{each['name']:25}{wall:>9,.1f}{processor:>10,.1f}{shares}{rest}"
 
 
 def shown(result: dict[str, Any]) -> list[str]:
@@ -478,7 +481,7 @@ def shown(result: dict[str, Any]) -> list[str]:
     lines = [row(result["job"], each) for each in rows]
     for each in result["ratios"]:
         times = f"{each['wall']:.1f} times our wall, {each['processor']:.1f} times our processor"
-        lines.append(f"{result['job']:15}{each['peer']}: {times}")
+        lines.append(f"{result['job']:14}{each['peer']}: {times}")
     return lines
 
 
