@@ -1,8 +1,5 @@
-"""Networks of tokens."""
-
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -31,26 +28,24 @@ class TokenModel(Model):
         if positions not in ([], list(form.shape)):
             expected = f"one for other targets: {positions} for {form.shape} inputs; it is for"
             raise ConfigError("model.kind", self.kind, f"{expected} {MODES}")
-        pick = all_positions if positions else last_position
-        return self.tokens(form.tokens, form.shape[0], outputs, pick)
+        return self.tokens(form.tokens, form.shape[0], outputs, Pick(bool(positions)))
 
-    def tokens(
-        self, tokens: int, length: int, outputs: int, pick: Callable[[Tensor], Tensor]
-    ) -> nn.Module:
-        """A fresh module; `pick` takes of what it has at every position, [batch, length, units],
-        what is scored.
-        """
+    def tokens(self, tokens: int, length: int, outputs: int, pick: Pick) -> nn.Module:
+        """A fresh module; `pick` takes of what it has at every position what is scored."""
         raise NotImplementedError
 
 
-def all_positions(states: Tensor) -> Tensor:
-    """All positions."""
-    return states
+class Pick(nn.Module):
+    """Of what there is at every position, [batch, length, units], what is scored: all of it, or the
+    last position, [batch, units].
+    """
 
+    def __init__(self, all_positions: bool):
+        super().__init__()
+        self.all_positions = all_positions
 
-def last_position(states: Tensor) -> Tensor:
-    """The last position, [batch, units]."""
-    return states[:, -1]
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.all_positions else x[:, -1]
 
 
 class CharLstm(TokenModel):
@@ -64,9 +59,7 @@ class CharLstm(TokenModel):
     hidden: int = Field(default=256, ge=1, description="units of an LSTM layer")
     layers: int = Field(default=2, ge=1, description="LSTM layers")
 
-    def tokens(
-        self, tokens: int, length: int, outputs: int, pick: Callable[[Tensor], Tensor]
-    ) -> nn.Module:
+    def tokens(self, tokens: int, length: int, outputs: int, pick: Pick) -> nn.Module:
         embedding = nn.Embedding(tokens, self.embedding)
         lstm = nn.LSTM(self.embedding, self.hidden, self.layers, batch_first=True)
         return Lstm(embedding, lstm, nn.Linear(self.hidden, outputs), pick)
@@ -75,9 +68,7 @@ class CharLstm(TokenModel):
 class Lstm(nn.Module):
     """Scores of tokens, int64 [batch, length]."""
 
-    def __init__(
-        self, table: nn.Embedding, lstm: nn.LSTM, out: nn.Linear, pick: Callable[[Tensor], Tensor]
-    ):
+    def __init__(self, table: nn.Embedding, lstm: nn.LSTM, out: nn.Linear, pick: Pick):
         super().__init__()
         self.embed = table
         self.lstm = lstm
@@ -117,16 +108,14 @@ class Transformer(TokenModel):
             raise ConfigError("model.heads", self.heads, expected)
         return self
 
-    def tokens(
-        self, tokens: int, length: int, outputs: int, pick: Callable[[Tensor], Tensor]
-    ) -> nn.Module:
+    def tokens(self, tokens: int, length: int, outputs: int, pick: Pick) -> nn.Module:
         inner = self.inner or 4 * self.width
         return nn.Sequential(
             nn.Embedding(tokens, self.width),
             Positions(length, self.width),
             *(TransformerBlock(self.width, self.heads, inner) for _ in range(self.layers)),
             nn.LayerNorm(self.width),
-            Pick(pick),
+            pick,
             nn.Linear(self.width, outputs),
         )
 
@@ -140,17 +129,6 @@ class Positions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.weight
-
-
-class Pick(nn.Module):
-    """What is scored of all positions."""
-
-    def __init__(self, pick: Callable[[Tensor], Tensor]):
-        super().__init__()
-        self.pick = pick
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.pick(x)
 
 
 class TransformerBlock(nn.Module):
