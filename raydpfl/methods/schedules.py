@@ -14,10 +14,12 @@
 import math
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
+
+from raydpfl.config.registry import Section
 
 
-class Schedule(BaseModel):
+class Schedule(Section):
     """A learning rate lr as a function of k, the round or the step, from 0.
 
     | schedule     | lr times                                               | as torch's          |
@@ -31,10 +33,6 @@ class Schedule(BaseModel):
 
     The first w = `lr_warmup` of them have lr (k + 1) / (w + 1), and the schedule begins after them.
     """
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
-    )
 
     schedule: Literal["constant", "exponential", "inverse", "inverse_sqrt", "cosine"] = Field(
         default="constant",

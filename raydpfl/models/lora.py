@@ -18,9 +18,10 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 
+from raydpfl.config.registry import Section
 from raydpfl.errors import ConfigError
 from raydpfl.models.shared_and_local import matching_names
 
@@ -29,10 +30,8 @@ A = "lora_A"
 B = "lora_B"
 
 
-class Lora(BaseModel):
+class Lora(Section):
     """Which layers have adapters, and of what rank. What else is to be trained is `trained`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rank: int = Field(default=8, ge=1, description="of B A")
     scale: float = Field(
@@ -41,16 +40,13 @@ class Lora(BaseModel):
     targets: tuple[str, ...] = Field(
         default=("*",),
         min_length=1,
-        description=(
-            'patterns of linear layers, by their names or the last parts of these: ["c_attn"]; of '
-            "a layer that is trained as a whole none"
-        ),
+        description="patterns of linear layers, by their names or the last parts of these: "
+        '["c_attn"]; of a layer that is trained as a whole none',
     )
     freeze_a: bool = Field(
         default=False,
-        description=(
-            "A stays as it was drawn, and B alone is trained and sent (Sun et al. 2024, FFA-LoRA)"
-        ),
+        description="A stays as it was drawn, and B alone is trained and sent (Sun et al. 2024, "
+        "FFA-LoRA)",
     )
     trained: tuple[str, ...] = Field(
         default=(), description='patterns of parameters that are trained too: ["head.*"]'

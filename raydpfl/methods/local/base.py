@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from raydpfl.config.registry import overrides
+from raydpfl.config.registry import Section, overrides
 from raydpfl.config.setting import Setting
 from raydpfl.core.messages import Facts, State, View
 from raydpfl.errors import ConfigError
@@ -81,15 +81,13 @@ class LinearRule:
         torch._foreach_add_(parameters, direction, alpha=-lr)
 
 
-class Share(BaseModel):
+class Share(Section):
     """A batch as a share q of a client's rows, q n_k rounded, one row at least: so the sampling
     rate is the same for all clients, whatever their sizes.
 
     >>> Share(share=0.1).of(np.array([0, 3, 25, 600]))
     array([ 0,  1,  2, 60])
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     share: float = Field(gt=0, le=1, description="q, the share of a client's rows that a batch has")
 
@@ -122,23 +120,19 @@ class Local(Schedule, WithServerState):
     )
     batch: Annotated[int, Field(ge=1)] | Literal["full"] | Share = Field(
         default=10,
-        description=(
-            "B; a client with fewer rows uses all of them, as `full` always does; or a share of "
-            "its rows"
-        ),
+        description="B; a client with fewer rows uses all of them, as `full` always does; or "
+        "a share of its rows",
     )
     sampling: Literal["fresh", "epochs"] = Field(
         default="fresh",
-        description=(
-            "each step its own uniform subset; or shuffled rows in turn, each once an epoch"
-        ),
+        description="each step its own uniform subset; or shuffled rows in turn, each once "
+        "an epoch",
     )
     lr: float = Field(default=0.1, gt=0, description="eta_l of round 0")
     schedule: Literal["constant", "exponential", "inverse", "inverse_sqrt", "cosine"] = Field(
         default="exponential",
-        description=(
-            "by round: lr lr_decay^t (001 sec. 6); lr / sqrt(t + 1) (002 sec. VI); and others"
-        ),
+        description="by round: lr lr_decay^t (001 sec. 6); lr / sqrt(t + 1) (002 sec. VI); "
+        "and others",
     )
     within: Schedule | None = Field(
         default=None, description="by step of a round, from what the round has"
@@ -264,9 +258,6 @@ class Local(Schedule, WithServerState):
         return 0.0
 
     def check(self, setting: Setting) -> None:
-        """Raises `ConfigError` for a rule that does not suit its section, or samples' gradients
-        that are clipped.
-        """
         if self.trains:
             _check_train(self)
         if setting.section != "local":
