@@ -28,7 +28,7 @@ from raydpfl.models.shared_and_local import (
     set_local,
     shared_batch_norms,
 )
-from raydpfl.models.tasks import Classification, Form, Target  # noqa: F401  (the examples above)
+from raydpfl.models.tasks import Form
 from raydpfl.models.weights import fill
 
 REMEDY = "use GroupNorm: raydpfl.models.group_norm converts it; or model.frozen, or model.local"

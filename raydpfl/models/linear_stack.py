@@ -214,12 +214,8 @@ def _module_step(module: nn.Module) -> Step:
 
 def check_no_hooks(module: nn.Module) -> None:
     """Raises `NoStack` for a layer with hooks."""
-    if (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    ):
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, name) for name in names):
         raise NoStack(f"{type(module).__name__} with hooks is not supported")
 
 

@@ -75,7 +75,7 @@ def adapt(module: nn.Module, lora: Lora, forward: Callable[[], Any]) -> None:
         parameter.requires_grad_(not trained_names.isdisjoint(names[id(parameter)]))
     for name in targets:
         layer = layers[name]
-        inputs, outputs = _widths(layer)
+        inputs, outputs = input_major_weight(layer).shape
         layer.add_module(A, nn.Linear(inputs, lora.rank, bias=False))
         layer.add_module(B, nn.Linear(lora.rank, outputs, bias=False))
         nn.init.zeros_(layer.get_parameter(f"{B}.weight"))
@@ -124,12 +124,6 @@ def _is_transposed(layer: nn.Module) -> bool:
     """Whether it is the linear layer of GPT-2 in transformers, whose weight is [in, out]."""
     kind = type(layer)
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
-
-
-def _widths(layer: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of a linear layer."""
-    rows, columns = layer.get_parameter("weight").shape
-    return (rows, columns) if _is_transposed(layer) else (columns, rows)
 
 
 def _adapter_hook(

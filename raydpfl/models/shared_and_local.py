@@ -15,13 +15,11 @@ which each client has of its own: here the weight, bias and statistics of the Ba
 et al. 2021).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -204,7 +202,7 @@ class ParameterSplit:
     device: torch.device = CPU  # where the numbers are
 
     @classmethod
-    def of(cls, module: nn.Module) -> ParameterSplit:
+    def of(cls, module: nn.Module) -> Self:
         """That of a module."""
         parts = [
             torch.full((parameter.numel(),), travels) for parameter, travels in _trainable(module)

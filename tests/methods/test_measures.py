@@ -223,15 +223,9 @@ def softmax_loss(w: np.ndarray, shards: Shards, clients: list[int]) -> tuple[flo
 
 
 def softmax_minimum(shards: Shards, clients: list[int]) -> float:
-    found = minimize(
-        softmax_loss,
-        np.zeros(610),
-        args=(shards, clients),
-        jac=True,
-        method="L-BFGS-B",
-        options={"gtol": 1e-7, "ftol": 0.0, "maxiter": 5000, "maxfun": 5000},
-    )
-    return found.fun
+    options = {"gtol": 1e-7, "ftol": 0.0, "maxiter": 5000, "maxfun": 5000}
+    solver = {"method": "L-BFGS-B", "jac": True, "options": options}
+    return minimize(softmax_loss, np.zeros(610), args=(shards, clients), **solver).fun
 
 
 def test_gamma_s_is_the_gap_between_the_joint_and_the_separate_minima(tmp_path):

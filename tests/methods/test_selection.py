@@ -392,14 +392,9 @@ def test_candidates_are_drawn_one_by_one_in_proportion_to_their_data(attempts):
         left = sizes.sum() - np.array([0, sizes[a], sizes[a] + sizes[b]])
         law[key] = law.get(key, 0.0) + np.prod(sizes[[a, b, c]] / left)
     population = Population(sizes)
-    found = Counter(
-        tuple(
-            sorted(
-                successive_sample(stream(0, Purpose.COHORT, t=t), population, 3, attempts).tolist()
-            )
-        )
-        for t in range(4000)
-    )
+    streams = (stream(0, Purpose.COHORT, t=t) for t in range(4000))
+    triples = (successive_sample(each, population, 3, attempts) for each in streams)
+    found = Counter(tuple(sorted(triple.tolist())) for triple in triples)
     assert p_value(found, law) > 1e-4
 
 

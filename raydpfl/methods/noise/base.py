@@ -1,12 +1,10 @@
 """The base of the noises: what a member draws, and what accountants take of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -84,40 +82,6 @@ class Silent(NoiseSource):
 
     def on_sum(self, t: int, std: float) -> None:
         return None
-
-
-class Whitening:
-    """Turns released sums, float64 [d] round after round, into sums whose noise is independent over
-    the rounds, by the rows of `Noise.whitening`.
-    """
-
-    def __init__(self, noise: Noise):
-        self._noise = noise
-        self._t = 0
-        self._past: list[np.ndarray] = []
-
-    def __call__(self, row: np.ndarray) -> np.ndarray:
-        if not self._noise.correlated:
-            return row
-        coefficients = self._noise.whitening(self._t)
-        self._t += 1
-        self._past = [*self._past, row.copy()][-len(coefficients) :]
-        return coefficients[::-1] @ np.stack(self._past)
-
-
-def whitening_matrix(noise: Noise, rounds: int) -> np.ndarray:
-    """What `Whitening` multiplies the sums of so many rounds by: lower-triangular, float64 [rounds,
-    rounds]. Its columns are what a participation adds to the whitened sums.
-
-    Args:
-        noise: resolved.
-        rounds: of the run, or the first of them.
-    """
-    matrix = np.zeros((rounds, rounds))
-    for t in range(rounds):
-        row = noise.whitening(t)
-        matrix[t, t + 1 - len(row) : t + 1] = row[::-1]
-    return matrix
 
 
 class Noise(Member):
@@ -299,13 +263,13 @@ class Noise(Member):
         """
         return cohorts
 
-    def resolve_placement(self, per_sample: bool, cohort_hidden: bool) -> Noise:
+    def resolve_placement(self, per_sample: bool, cohort_hidden: bool) -> Self:
         """The same noise with `placement: auto` filled in, by whether samples' gradients are
         bounded, and whether the size of a cohort is a secret.
         """
         return self
 
-    def resolve(self, setting: Setting, cohorts: Sampling) -> Noise:
+    def resolve(self, setting: Setting, cohorts: Sampling) -> Self:
         """The same noise with all that depends on the run filled in, as its config is written.
         Raises `ConfigError` where it does not protect such cohorts.
         """
@@ -402,3 +366,37 @@ class Noise(Member):
         budgets. `seed` is of the run, `root` the folder of data sets.
         """
         return None
+
+
+class Whitening:
+    """Turns released sums, float64 [d] round after round, into sums whose noise is independent over
+    the rounds, by the rows of `Noise.whitening`.
+    """
+
+    def __init__(self, noise: Noise):
+        self._noise = noise
+        self._t = 0
+        self._past: list[np.ndarray] = []
+
+    def __call__(self, row: np.ndarray) -> np.ndarray:
+        if not self._noise.correlated:
+            return row
+        coefficients = self._noise.whitening(self._t)
+        self._t += 1
+        self._past = [*self._past, row.copy()][-len(coefficients) :]
+        return coefficients[::-1] @ np.stack(self._past)
+
+
+def whitening_matrix(noise: Noise, rounds: int) -> np.ndarray:
+    """What `Whitening` multiplies the sums of so many rounds by: lower-triangular, float64 [rounds,
+    rounds]. Its columns are what a participation adds to the whitened sums.
+
+    Args:
+        noise: resolved.
+        rounds: of the run, or the first of them.
+    """
+    matrix = np.zeros((rounds, rounds))
+    for t in range(rounds):
+        row = noise.whitening(t)
+        matrix[t, t + 1 - len(row) : t + 1] = row[::-1]
+    return matrix

@@ -1,12 +1,10 @@
 """Gaussian noise, independent over the rounds: on sums, or at each client's local steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
@@ -115,7 +113,7 @@ class Gaussian(Noise):
         return budgets.parse(value) if isinstance(value, Mapping) else value
 
     @model_validator(mode="after")
-    def _one_size(self) -> Gaussian:
+    def _one_size(self) -> Self:
         sizes = [
             name for name in ("epsilon", "multiplier", "std") if getattr(self, name) is not None
         ]
@@ -141,7 +139,7 @@ class Gaussian(Noise):
         assert self.placement != "auto"  # which is filled in when the config is read
         return self.placement
 
-    def resolve_placement(self, per_sample: bool, cohort_hidden: bool) -> Gaussian:
+    def resolve_placement(self, per_sample: bool, cohort_hidden: bool) -> Self:
         if self.placement != "auto":
             return self
         placement = "step" if per_sample else "server" if cohort_hidden else "client"

@@ -5,7 +5,6 @@ standard deviations) and scaled in float64.
 """
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,12 +16,7 @@ _GROUP_SIZE = 4096  # clients whose noise on a histogram is added up at once
 
 
 def client_noise(
-    seed: int,
-    t: int,
-    clients: Sequence[int] | np.ndarray,
-    draws: Sequence[int] | np.ndarray,
-    std: float,
-    d: int,
+    seed: int, t: int, clients: np.ndarray, draws: np.ndarray, std: float, d: int
 ) -> np.ndarray:
     """The noise of C clients on their updates, float64 [C, d]. Arguments as for
     `Noise.on_clients`.

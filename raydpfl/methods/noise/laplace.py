@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -33,7 +33,7 @@ class Laplace(Gaussian):
     placement: Literal["server"] = Field(default="server", description="who draws it")
 
     @model_validator(mode="after")
-    def _check_calibration(self) -> Laplace:
+    def _check_calibration(self) -> Self:
         self._refuse("calibration", "rigorous: the papers' formulas are for Gaussian noise")
         return self
 

@@ -1,11 +1,9 @@
 """Integer noise on sums of integers modulo a power of two, as secure aggregation takes them."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -72,7 +70,7 @@ class SecureSum(Sourced):
     )
 
     @model_validator(mode="after")
-    def _check_integer_fields(self) -> SecureSum:
+    def _check_integer_fields(self) -> Self:
         self._refuse("calibration", "rigorous: no paper's formula is for integers")
         self._refuse("schedule", "none with a sum of integers, whose step is for one std")
         self._refuse("virtual_cohort", "none with a sum of integers, whose width is for those")

@@ -76,11 +76,6 @@ class Problem:
         """The model, as it is before the first round."""
         return models.build(self.model, self.shards.form(self.task), self.seed)
 
-    @property
-    def l2(self) -> float:
-        """Of the L2 term that local training has."""
-        return self.local.l2
-
 
 @dataclass(frozen=True)
 class Finished:

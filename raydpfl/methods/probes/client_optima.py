@@ -16,8 +16,6 @@ For all rows together w* is then where the search ends: f* is its infimum up to 
 f_i(w*) the limit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -37,22 +35,6 @@ GAP = 1e-10  # of a value to the minimum that is enough, where the L2 term bound
 WIDTH = 4096  # of a matrix that is decomposed, at most
 # of the loss by the outputs, about; what makes the rows white is up to this constant
 CURVATURE = 0.1
-
-
-def linear(
-    module: nn.Module, task: Task, shards: Shards, weight_decay: float
-) -> LinearLosses | None:
-    """The clients' objectives under a model of one linear layer, where the loss is cross-entropy or
-    the squared error of one output; None for any other.
-    """
-    if task.loss_form() is None or shards.target.shape:
-        return None
-    try:
-        layers = stack(module)
-    except NoStack:
-        return None
-    single = len(layers) == 1 and not layers[0].activation
-    return LinearLosses(layers[0], shards, weight_decay) if single else None
 
 
 class LinearLosses:
@@ -114,12 +96,18 @@ class LinearLosses:
         """These clients' rows, some at once: x float64 [n, width], y [n], and the weights of the
         rows in the mixture, float64 [n].
         """
-        for part in groups(self.shards, clients):
-            yield self._rows(part, shares)
+        for group in groups(self.shards, clients):
+            key = (group.tobytes(), shares[group[0]])
+            if self._row_cache[0] != key:
+                x, y, weights = rows_of(self.shards, group, shares)
+                x = x.reshape(len(x), -1)
+                ones = np.ones((len(x), self.width - x.shape[1]))
+                self._row_cache = key, (np.concatenate([x, ones], axis=1), y, weights)
+            yield self._row_cache[1]
 
     def client_minimum(self, client: int, theta: np.ndarray) -> tuple[float | None, float]:
         """f_i* of a client, None where it has no minimum, and f_i(theta)."""
-        x, y, weights = self._rows(np.array([client]), {client: 1.0})
+        ((x, y, weights),) = self.parts(np.array([client]), {client: 1.0})
         value = _loss(x @ theta.T, y, weights)[0] + 0.5 * self.decay * float(np.sum(theta * theta))
         basis, scale = self._directions(x, weights)
         has_minimum = self.decay > 0 or y.dtype.kind == "f"
@@ -166,16 +154,21 @@ class LinearLosses:
             bias.copy_(torch.from_numpy(theta[:, self.layer.inputs :].T))
         return vector.numpy()
 
-    def _rows(
-        self, clients: np.ndarray, shares: Shares
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        key = (clients.tobytes(), shares[clients[0]])
-        if self._row_cache[0] != key:
-            x, y, weights = rows_of(self.shards, clients, shares)
-            x = x.reshape(len(x), -1)
-            ones = np.ones((len(x), self.width - x.shape[1]))
-            self._row_cache = key, (np.concatenate([x, ones], axis=1), y, weights)
-        return self._row_cache[1]
+
+def linear(
+    module: nn.Module, task: Task, shards: Shards, weight_decay: float
+) -> LinearLosses | None:
+    """The clients' objectives under a model of one linear layer, where the loss is cross-entropy or
+    the squared error of one output; None for any other.
+    """
+    if task.loss_form() is None or shards.target.shape:
+        return None
+    try:
+        layers = stack(module)
+    except NoStack:
+        return None
+    single = len(layers) == 1 and not layers[0].activation
+    return LinearLosses(layers[0], shards, weight_decay) if single else None
 
 
 def groups(shards: Shards, clients: np.ndarray) -> list[np.ndarray]:

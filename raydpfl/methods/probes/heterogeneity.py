@@ -37,7 +37,7 @@ class HeterogeneityProbe(Probe):
     def afterwards(self, run: Finished) -> Measurement:
         problem = run.problem
         parts = problem.module, problem.task, problem.shards
-        values = yield from measure_clients(*parts, run.model, problem.l2)
+        values = yield from measure_clients(*parts, run.model, problem.local.l2)
         rows = values.pop("clients")
         table = pa.Table.from_pylist(rows, schema(rows[0] if rows else ()))
         write_table(run.out / "heterogeneity.parquet", table)

@@ -43,13 +43,13 @@ class SuboptimalityProbe(Probe):
         return COLUMNS
 
     def fits(self, problem: Problem) -> None:
-        losses = linear(problem.module, problem.task, problem.shards, problem.l2)
+        losses = linear(problem.module, problem.task, problem.shards, problem.local.l2)
         if losses is None:
             expected = "none of it for this model: only one linear layer has an optimum to find"
             raise ConfigError("measure", self.kind, expected)
-        if problem.shards.classes and not problem.l2:
+        if problem.shards.classes and not problem.local.l2:
             expected = "a number above 0 with measure suboptimality: else there may be no optimum"
-            raise ConfigError("local.weight_decay", problem.l2, expected)
+            raise ConfigError("local.weight_decay", problem.local.l2, expected)
         if not problem.shards.classes and losses.width > WIDTH:
             expected = f"none of it for a linear model of more than {WIDTH} inputs"
             raise ConfigError("measure", self.kind, expected)
@@ -78,7 +78,7 @@ class _Optimum:
     """f* as `value`, and how far a model is from it. Writes w* to the run directory."""
 
     def __init__(self, problem: Problem, out: Path):
-        losses = linear(problem.module, problem.task, problem.shards, problem.l2)
+        losses = linear(problem.module, problem.task, problem.shards, problem.local.l2)
         assert losses is not None
         self._linear = losses
         sizes = np.asarray(problem.shards.sizes)

@@ -1,12 +1,10 @@
 """The public facts about the clients, a cohort, and the base of the selections."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from pydantic import Field
@@ -53,14 +51,14 @@ class Population:
         self._cache: dict[Hashable, Any] = {}
 
     @classmethod
-    def balanced(cls, count: int, table: np.ndarray | None = None) -> Population:
+    def balanced(cls, count: int, table: np.ndarray | None = None) -> Self:
         """`count` clients with one sample each, which differ at most in the `table`."""
         return cls(np.broadcast_to(np.int64(1), count), table=table)
 
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __reduce__(self) -> tuple[type[Population], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return Population, (self.sizes, self.privacy_cost, self.table)
 
     def cached(self, name: Hashable, compute: Callable[[], Any]) -> Any:
@@ -88,7 +86,7 @@ class Cohort:
         return len(self.clients)
 
     @classmethod
-    def of(cls, clients: np.ndarray) -> Cohort:
+    def of(cls, clients: np.ndarray) -> Self:
         """The cohort of clients int64 [r] in any order, one drawn twice listed twice."""
         clients = np.sort(clients)
         return cls(clients, np.arange(len(clients)) - np.searchsorted(clients, clients))

@@ -5,9 +5,7 @@ round takes can be a secret, which amplifies privacy within them alone; a client
 composes over the rounds in which it is available.
 """
 
-from __future__ import annotations
-
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -68,7 +66,7 @@ class Availability(Periodic):
     cohort: int = Field(ge=1, description="r, clients of a round")
 
     @model_validator(mode="after")
-    def _fits(self) -> Availability:
+    def _fits(self) -> Self:
         if self.window > self.period:
             expected = f"at most selection.period, {self.period} rounds"
             raise ConfigError("selection.window", self.window, expected)
@@ -120,7 +118,7 @@ class Cyclic(Periodic):
     )
 
     @model_validator(mode="after")
-    def _check_scheme(self) -> Cyclic:
+    def _check_scheme(self) -> Self:
         if self.cohort is None and self.scheme == "poisson":
             expected = "fixed where no cohort is given, as all of a group take part"
             raise ConfigError("selection.scheme", self.scheme, expected)

@@ -2,9 +2,7 @@
 baseline of 003 sec. VI-B).
 """
 
-from __future__ import annotations
-
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -59,7 +57,7 @@ class PowerOfChoice(Sized):
     )
 
     @model_validator(mode="after")
-    def _check_sizes(self) -> PowerOfChoice:
+    def _check_sizes(self) -> Self:
         if self.pool < self.cohort:
             expected = f"at least selection.cohort, {self.cohort}"
             raise ConfigError("selection.pool", self.pool, expected)

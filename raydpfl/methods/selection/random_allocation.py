@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -28,7 +29,7 @@ class RandomAllocation(Selection):
     per_epoch: int = Field(default=1, ge=1, description="k, rounds of an epoch that a client is in")
 
     @model_validator(mode="after")
-    def _fits(self) -> RandomAllocation:
+    def _fits(self) -> Self:
         if self.per_epoch > self.epoch:
             expected = f"at most selection.epoch, {self.epoch} rounds"
             raise ConfigError("selection.per_epoch", self.per_epoch, expected)

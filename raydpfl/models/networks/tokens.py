@@ -1,6 +1,4 @@
-from __future__ import annotations
-
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +10,19 @@ from raydpfl.models.base import Model
 from raydpfl.models.tasks import Form
 
 MODES = "a target per position, or one per sample"
+
+
+class Pick(nn.Module):
+    """Of what there is at every position, [batch, length, units], what is scored: all of it, or the
+    last position, [batch, units].
+    """
+
+    def __init__(self, all_positions: bool):
+        super().__init__()
+        self.all_positions = all_positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.all_positions else x[:, -1]
 
 
 class TokenModel(Model):
@@ -33,19 +44,6 @@ class TokenModel(Model):
     def tokens(self, tokens: int, length: int, outputs: int, pick: Pick) -> nn.Module:
         """A fresh module; `pick` takes of what it has at every position what is scored."""
         raise NotImplementedError
-
-
-class Pick(nn.Module):
-    """Of what there is at every position, [batch, length, units], what is scored: all of it, or the
-    last position, [batch, units].
-    """
-
-    def __init__(self, all_positions: bool):
-        super().__init__()
-        self.all_positions = all_positions
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.all_positions else x[:, -1]
 
 
 class CharLstm(TokenModel):
@@ -102,7 +100,7 @@ class Transformer(TokenModel):
     )
 
     @model_validator(mode="after")
-    def _check_heads(self) -> Transformer:
+    def _check_heads(self) -> Self:
         if self.width % self.heads:
             expected = f"a number that divides model.width = {self.width}"
             raise ConfigError("model.heads", self.heads, expected)

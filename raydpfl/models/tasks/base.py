@@ -1,7 +1,5 @@
 """The base of the family, and what a sample and its targets are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
