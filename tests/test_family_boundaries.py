@@ -1,4 +1,5 @@
-"""Outside a family's folder no code tells its members apart: they answer hooks.
+"""What the layers of `pyproject.toml` (import-linter) do not say: who knows Ray, which code names
+methods, and that outside a family's folder no code tells its members apart: they answer hooks.
 
 The syntax trees of the package are searched for `isinstance`, `match` and comparisons with a class
 of a family, comparisons with a kind, tables keyed by either, `getattr` of a field, and flags.
@@ -8,6 +9,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -16,10 +18,13 @@ import pytest
 
 import raydpfl
 from raydpfl.config.registry import Member
+from raydpfl.methods import bounding, local, noise, probes, selection, server, weights
 from raydpfl.privacy.accountants import Accountant
 from raydpfl.privacy.sampling import SamplingScheme
 
 ROOT = Path(raydpfl.__file__).parent
+KNOW_RAY = ("runtime", "sweep", "jobs", "cli")
+COORDINATOR = ROOT / "simulation" / "coordinator.py"
 # A family's own folder; a member that stands in none of them has the room that it stands in.
 FOLDERS = (
     *("methods/bounding", "methods/noise", "methods/weights", "methods/server"),
@@ -160,3 +165,21 @@ def test_telling_members_apart_is_seen_and_nothing_else_is(source):
     assert bool(asks(source, "simulation")) == (source in CHEATS)
     at_home = asks(source, "methods/bounding")
     assert not at_home or "placement" in source or "scheme" in source
+
+
+@pytest.mark.slow
+def test_nothing_below_the_runtime_imports_ray():
+    below = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in KNOW_RAY]
+    importing = re.compile(r"^\s*(import ray\b|from ray[. ])", re.MULTILINE)
+    assert len(below) > 200
+    assert not [str(path.relative_to(ROOT)) for path in below if importing.search(path.read_text())]
+
+
+def test_the_coordinator_names_no_method():
+    text = COORDINATOR.read_text()
+    families = [bounding, local, noise, selection, server, weights, probes]
+    kinds = {kind for family in families for kind in family.FAMILY} - {"bounding"}  # a section
+    classes = {cls.__name__ for family in families for cls in family.FAMILY.values()}
+    nodes = [*ast.walk(ast.parse(text))]
+    said = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    assert not said & kinds and not set(re.findall(r"\w+", text)) & classes
