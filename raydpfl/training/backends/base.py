@@ -179,7 +179,10 @@ class ChunkData:
         return parameters if self.starts is None else self.starts.initial[slot]
 
     @cached_property
-    def _active(self) -> list[int]:
+    def active(self) -> list[int]:
+        """How many slots every step takes, up to the last whose client makes it: by all clients of
+        the chunk, as a product's bits may depend on the number of matrices; never growing.
+        """
         max_steps = self.index.shape[1]
         counts = self.planned_steps
         if counts is None:
@@ -187,22 +190,13 @@ class ChunkData:
         most_steps = np.maximum.accumulate(counts[::-1])[::-1]  # of a slot or any after it
         return np.searchsorted(-most_steps, -np.arange(max_steps)).tolist()
 
-    def active(self, k: int) -> int:
-        """How many slots step k takes, up to the last whose client makes it: by all clients of the
-        chunk, as a product's bits may depend on the number of matrices; never growing.
-        """
-        return self._active[k]
-
     @cached_property
-    def _finished_slots(self) -> list[np.ndarray]:
+    def finished_slots(self) -> list[torch.Tensor | None]:
+        """Of every step the slots that it takes and whose client does not make it, int64 [m]."""
         slots = np.asarray(self.slots, np.int64)
         ends = self.steps[slots]
-        return [slots[(ends <= k) & (slots < count)] for k, count in enumerate(self._active)]
-
-    def finished_slots(self, k: int) -> torch.Tensor | None:
-        """The slots that step k takes and whose client does not make it, int64 [m]; None: none."""
-        slots = self._finished_slots[k]
-        return self._on_device(torch.from_numpy(slots)) if len(slots) else None
+        finished = [slots[(ends <= k) & (slots < count)] for k, count in enumerate(self.active)]
+        return [self._on_device(torch.from_numpy(part)) if len(part) else None for part in finished]
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return move_tensor(tensor, self.y.device)
@@ -226,7 +220,7 @@ class ChunkData:
             return None
         slots = [slot for slot in self.slots if step < self.steps[slot]]
         slot_noise = self.noise(slots, step)
-        active = self.active(step)
+        active = self.active[step]
         if len(slot_noise) == active:
             return slot_noise
         noise = slot_noise.new_zeros(active, slot_noise.shape[1])
@@ -274,9 +268,9 @@ class ChunkData:
             shares = torch.zeros(steps, clients, n).scatter_add_(2, index, shares)
         else:
             places = (index + torch.arange(0, clients * n, n)[:, None]).flatten(1)
-            pairs = zip(self._on_device(places), self._active, strict=True)
+            pairs = zip(self._on_device(places), self.active, strict=True)
             rows = [part[: count * width] for part, count in pairs]
-        by_step = zip(self._on_device(shares[:, :, None]), self._active, strict=True)
+        by_step = zip(self._on_device(shares[:, :, None]), self.active, strict=True)
         return list(zip(rows, (part[:count] for part, count in by_step), strict=True))
 
     def means(self, sums: torch.Tensor) -> np.ndarray:
@@ -302,25 +296,19 @@ class ChunkData:
         self.clipped[slots] = (clip_mask[slots] & mask).sum((1, 2)) / (counts[:, 0] * batch)
 
 
+@dataclass(eq=False)
 class Rule:
     """The steps of any rule on the clients' parameters `x`, float32 [c, d], or one's, [d]."""
 
-    def __init__(
-        self,
-        local: Local,
-        chunk: ChunkData,
-        x: torch.Tensor,
-        model: torch.Tensor,
-        corrections: torch.Tensor | None,
-    ):
-        """`model`: what the rule pulls to; `corrections`: added to every gradient."""
-        self.local = local
-        self.chunk = chunk
-        self.x = x
-        self.model = model
-        self.corrections = corrections
+    local: Local
+    chunk: ChunkData
+    x: torch.Tensor
+    model: torch.Tensor  # what the rule pulls to
+    corrections: torch.Tensor | None  # added to every gradient
+
+    def __post_init__(self) -> None:
         self.tails: list[torch.Tensor] = []  # x of slots that steps took before, the last first
-        self.state = local.fresh(x)
+        self.state = self.local.fresh(self.x)
 
     @classmethod
     def from_chunk(cls, local: Local, model: torch.Tensor, chunk: ChunkData) -> Rule:
@@ -346,7 +334,7 @@ class Rule:
         gradient = self._narrow(gradient)
         previous_x = self.x
         x = self.client_step(gradient, k)
-        slots = self.chunk.finished_slots(k)
+        slots = self.chunk.finished_slots[k]
         self.x = x.contiguous() if slots is None else x.index_copy(0, slots, previous_x[slots])
         if count < len(previous_x):
             self.x = torch.cat([self.x[:count], previous_x[count:]])

@@ -20,18 +20,20 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_map
 
 from raydpfl.methods.local.base import Local
 from raydpfl.models import lora
 from raydpfl.models.tasks import Classification, Task  # noqa: F401  (the example above)
 from raydpfl.training.backends.base import ChunkData, clip_factors
-from raydpfl.training.backends.vmap import Gradients, Masks, Vmap, Weights
+from raydpfl.training.backends.vmap import Batch, Gradients, Vmap, Weights
 from raydpfl.training.layers.dropout import Dropout
 
 # bytes of activations in a pass, about: more clients at once lie in no cache
@@ -202,39 +204,26 @@ class OneBatch(Vmap):
     def _gradients_of(self, chunk: ChunkData) -> Gradients:
         return partial(self._step, chunk)
 
-    def _step(
-        self,
-        chunk: ChunkData,
-        weights: Weights,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        shares: torch.Tensor,
-        masks: Masks,
-    ) -> tuple[Any, ...]:
+    def _step(self, chunk: ChunkData, weights: Weights, batch: Batch) -> Any:
         """See `Gradients`: pass by pass, of as many clients as lie in the cache."""
         clip = chunk.clip
+        clients, rows = batch.shares.shape
         numbers = self.numbers + (sum(self.sizes) if clip is not None else 0)
-        width = max(1, LIMIT // (4 * numbers * x.shape[1]))
+        width = max(1, LIMIT // (4 * numbers * rows))
         parts: list[tuple[Any, ...]] = []
-        for start in range(0, len(shares), width):
-            span = slice(start, min(start + width, len(shares)))
-            slots = range(span.start, span.stop)
-            parameters = {name: part[span] for name, part in weights.items()}
-            share = shares[span]
-            if not any(slot in chunk.slots for slot in slots):
-                zero_gradients = {name: torch.zeros_like(part) for name, part in parameters.items()}
-                factors = [] if clip is None else [torch.ones_like(share)]
-                parts.append((zero_gradients, torch.zeros_like(share[:, 0]), *factors))
+        for start in range(0, clients, width):
+            span = slice(start, min(start + width, clients))
+            parameters, part = tree_map(itemgetter(span), (weights, batch))
+            if any(slot in chunk.slots for slot in range(span.start, span.stop)):
+                means = self._means if clip is None else partial(self._clipped_means, clip=clip)
+                parts.append(means(parameters, part))
                 continue
-            batch = parameters, x[span], y[span], share, [mask[span] for mask in masks]
-            parts.append(self._means(*batch) if clip is None else self._clipped_means(*batch, clip))
-        if len(parts) == 1:
-            return parts[0]
-        gradients, *other_outputs = zip(*parts, strict=True)
-        whole = {name: torch.cat([part[name] for part in gradients]) for name in weights}
-        return whole, *map(torch.cat, other_outputs)
+            zero_gradients = {name: torch.zeros_like(weight) for name, weight in parameters.items()}
+            factors = [] if clip is None else [torch.ones_like(part.shares)]
+            parts.append((zero_gradients, torch.zeros_like(part.shares[:, 0]), *factors))
+        return parts[0] if len(parts) == 1 else tree_map(lambda *blocks: torch.cat(blocks), *parts)
 
-    def _run_sample(self, weights: Weights, x: torch.Tensor) -> None:
+    def _run_sample(self, weights: Weights, sample: Batch) -> None:
         """Counts what layers give for a sample. Raises `NotOneBatch` for draws, but dropout's."""
         counts = [1]
 
@@ -245,43 +234,36 @@ class OneBatch(Vmap):
         hook = register_module_forward_hook(count)
         try:
             rng_state = torch.get_rng_state()
-            self._outputs(weights, torch.zeros_like(x), [])
+            self._outputs(weights, sample._replace(x=torch.zeros_like(sample.x)))
             if not torch.equal(rng_state, torch.get_rng_state()):
                 raise NotOneBatch("it draws random numbers, and not by dropout")
         finally:
             hook.remove()
         self.numbers = sum(counts)
 
-    def _outputs(self, weights: Weights, x: torch.Tensor, masks: Masks) -> torch.Tensor:
-        """What the module gives for x [C, B, *shape], [C B, ...]."""
-        self.running.clients = len(x)
-        self.running.samples = len(x) * x.shape[1]
+    def _outputs(self, weights: Weights, batch: Batch) -> torch.Tensor:
+        self.running.clients = len(batch.x)
+        self.running.samples = len(batch.x) * batch.x.shape[1]
         self.running.parameters = weights
-        flat_masks = [mask.flatten(0, 1) for mask in masks]
-        with self.autocast(), Dropout(flat_masks) if flat_masks else nullcontext():
-            return self.module(x.flatten(0, 1)).float()
+        masks = [mask.flatten(0, 1) for mask in batch.masks]
+        with self.autocast(), Dropout(masks) if masks else nullcontext():
+            return self.module(batch.x.flatten(0, 1)).float()
 
     def _clipped_means(
-        self,
-        weights: Weights,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        shares: torch.Tensor,
-        masks: Masks,
-        clip: float,
+        self, weights: Weights, batch: Batch, clip: float
     ) -> tuple[Weights, torch.Tensor, torch.Tensor]:
         """The same of samples' gradients that are clipped each, and the factors [C, B]."""
-        clients, batch = shares.shape
-        by_sample = {name: part.repeat_interleave(batch, 0) for name, part in weights.items()}
-        rows = x.flatten(0, 1)[:, None], y.flatten(0, 1)[:, None]
-        ones = shares.new_ones(clients * batch, 1)
-        sample_masks = [mask.flatten(0, 1)[:, None] for mask in masks]
-        gradients, losses = self._means(by_sample, *rows, ones, sample_masks)
+        shares = batch.shares
+        clients, rows = shares.shape
+        by_sample = {name: part.repeat_interleave(rows, 0) for name, part in weights.items()}
+        singles = tree_map(lambda part: part.flatten(0, 1)[:, None], batch)
+        singles = singles._replace(shares=torch.ones_like(singles.shares))
+        gradients, losses = self._means(by_sample, singles)
         squares = [gradient.flatten(1).square().sum(1) for gradient in gradients.values()]
-        factors = clip_factors(torch.stack(squares).sum(0).sqrt(), clip).view(clients, batch)
+        factors = clip_factors(torch.stack(squares).sum(0).sqrt(), clip).view(shares.shape)
         scales = (factors * shares)[:, None]
         sums = {
-            name: torch.bmm(scales, gradient.reshape(clients, batch, -1)).view(weights[name].shape)
+            name: torch.bmm(scales, gradient.reshape(clients, rows, -1)).view(weights[name].shape)
             for name, gradient in gradients.items()
         }
         return sums, (losses.view(shares.shape) * shares).sum(1), factors

@@ -299,7 +299,7 @@ class _Training:
         noise = self.chunk.step_noise(k)
         layers = zip(reversed(self.layers), gradients, strict=True)
         if self.rule is None:
-            finished_slots = self.chunk.finished_slots(k)
+            finished_slots = self.chunk.finished_slots[k]
             for layer, g in layers:
                 layer.step(g, noise, finished_slots)
             return

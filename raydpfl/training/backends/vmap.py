@@ -11,12 +11,14 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from operator import itemgetter
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map
 
 from raydpfl.core.device import index
 from raydpfl.methods.local.base import Local
@@ -29,13 +31,22 @@ from raydpfl.training.layers.dropout import Dropout, DropoutCall, Record, draw
 ATTENTION_BACKEND = SDPBackend.MATH
 LIMIT = 1 << 28  # bytes of samples' gradients at a time
 
-
 Parts = Callable[[torch.Tensor], list[torch.Tensor]]
 Weights = dict[str, torch.Tensor]  # by the parameter's name, [C, *its shape]
-Masks = list[torch.Tensor]  # of every dropout, [C, B, ...]
-Gradients = Callable[[Weights, torch.Tensor, torch.Tensor, torch.Tensor, Masks], Any]
-"""Of the parameters, x [C, B, *shape], y [C, B, *target], shares [C, B] and masks: the gradients of
-the clients' losses, these [C], and where samples are clipped the factors [C, B]."""
+
+
+class Batch(NamedTuple):
+    """What a step takes of all clients; of one client, without the axis C."""
+
+    x: torch.Tensor  # [C, B, *shape]
+    y: torch.Tensor  # [C, B, *target]
+    shares: torch.Tensor  # [C, B]
+    masks: list[torch.Tensor]  # of every dropout, [C, B, ...]
+
+
+Gradients = Callable[[Weights, Batch], Any]
+"""Of the parameters: the gradients of the clients' losses, these [C], and where samples are clipped
+the factors [C, B]."""
 
 
 class _Forward:
@@ -56,12 +67,12 @@ class _Forward:
             for layer_parameters, name in holders[id(parameter)]
         ]
 
-    def __call__(self, x: torch.Tensor, masks: Masks, *parameters: torch.Tensor) -> torch.Tensor:
+    def __call__(self, batch: Batch, *parameters: torch.Tensor) -> torch.Tensor:
         try:
             for layer_parameters, name, place, _ in self.places:
                 layer_parameters[name] = parameters[place]
-            with Dropout(masks) if masks else nullcontext():
-                return self.module(x)
+            with Dropout(batch.masks) if batch.masks else nullcontext():
+                return self.module(batch.x)
         finally:
             for layer_parameters, name, _, parameter in self.places:
                 layer_parameters[name] = parameter
@@ -113,7 +124,7 @@ class _Steps:
         if self.linear is None:
             self.weights = self.parts(self.rule.step(_flatten(gradients), k))
             return
-        slots = self.chunk.finished_slots(k)
+        slots = self.chunk.finished_slots[k]
         copies = [] if slots is None else [part[slots] for part in self.weights]
         lr = self.chunk.lr
         self.linear.move(self.weights, gradients, self.velocity, self.model, self.corrections, lr)
@@ -152,91 +163,74 @@ class Vmap(Backend):
         self._forward = _Forward(self.module, self.names)
         self._forwards = vmap(self._forward, randomness="error")
         self._mapped_gradients = vmap(grad_and_value(self._loss), randomness="error")
-        self._sample_gradients = vmap(
-            grad_and_value(self._loss), in_dims=(None, 0, 0, None, 0), randomness="error"
-        )
+        sample_gradients = grad_and_value(self._loss)
+        self._sample_gradients = vmap(sample_gradients, in_dims=(None, 0), randomness="error")
         self._dropout_calls: list[DropoutCall] | None = None  # in a batch; None: not yet known
 
-    def _outputs(self, weights: Weights, x: torch.Tensor, masks: Masks) -> torch.Tensor:
-        """What the module gives for x [C, B, *shape], [C B, ...]."""
+    def _outputs(self, weights: Weights, batch: Batch) -> torch.Tensor:
+        """What the module gives for the samples of all clients, [C B, ...]."""
         with self.autocast(), sdpa_kernel(ATTENTION_BACKEND):
-            outputs = self._forwards(x, masks, *weights.values())
+            outputs = self._forwards(batch, *weights.values())
         return outputs.flatten(0, 1).float()
 
     def _masks(
-        self,
-        chunk: ChunkData,
-        draws: dict[int, torch.Generator],
-        weights: Weights,
-        x: torch.Tensor,
-        shares: torch.Tensor,
-    ) -> Masks:
+        self, chunk: ChunkData, draws: dict[int, torch.Generator], weights: Weights, batch: Batch
+    ) -> list[torch.Tensor]:
         """The masks of a step. `draws`: the generators of the slots, which the first fills in."""
         if self._dropout_calls is None:
             record = Record()
+            sample = tree_map(itemgetter((slice(1), slice(1))), batch)
             with torch.no_grad(), torch.random.fork_rng(devices=[]), record:
-                self._run_sample({name: part[:1] for name, part in weights.items()}, x[:1, :1])
+                self._run_sample({name: part[:1] for name, part in weights.items()}, sample)
             self._dropout_calls = record.calls
         if not self._dropout_calls:
             return []
         if not draws:
             draws.update({slot: self._generator(chunk, slot) for slot in chunk.slots})
-        sizes = chunk.batch_sizes[: len(shares)].tolist()
+        sizes = chunk.batch_sizes[: len(batch.shares)].tolist()
         slot_draws = [(draws.get(slot), size) for slot, size in enumerate(sizes)]
         low = self.precision == "bfloat16"
-        return draw(slot_draws, self._dropout_calls, shares.bfloat16() if low else shares)
+        return draw(
+            slot_draws, self._dropout_calls, batch.shares.bfloat16() if low else batch.shares
+        )
 
-    def _run_sample(self, weights: Weights, x: torch.Tensor) -> None:
+    def _run_sample(self, weights: Weights, sample: Batch) -> None:
         """Has the module run on a sample of one client, x [1, 1, *shape]."""
         with self.autocast(), sdpa_kernel(ATTENTION_BACKEND):
-            self._forward(x[0], [], *(part[0] for part in weights.values()))
+            self._forward(*tree_map(itemgetter(0), (sample, *weights.values())))
 
-    def _means(
-        self, weights: Weights, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, masks: Masks
-    ) -> tuple[Weights, torch.Tensor]:
+    def _means(self, weights: Weights, batch: Batch) -> tuple[Weights, torch.Tensor]:
         """The gradients of the clients' losses, and these [C]."""
         leaves = {name: part.detach().requires_grad_() for name, part in weights.items()}
-        losses = self.task.loss(self._outputs(leaves, x, masks), y.flatten(0, 1)).view(shares.shape)
-        means = (losses * shares).sum(1)
+        losses = self.task.loss(self._outputs(leaves, batch), batch.y.flatten(0, 1))
+        means = (losses.view(batch.shares.shape) * batch.shares).sum(1)
         gradients = torch.autograd.grad(means.sum(), list(leaves.values()), materialize_grads=True)
         return dict(zip(leaves, gradients, strict=True)), means.detach()
 
-    def _loss(
-        self, weights: Weights, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, masks: Masks
-    ) -> torch.Tensor:
+    def _loss(self, weights: Weights, batch: Batch) -> torch.Tensor:
         with self.autocast(), sdpa_kernel(ATTENTION_BACKEND):
-            outputs = self._forward(x, masks, *weights.values())
-        return self.task.loss(outputs.float(), y) @ shares
+            outputs = self._forward(batch, *weights.values())
+        return self.task.loss(outputs.float(), batch.y) @ batch.shares
 
-    def _client_gradients(
-        self, weights: Weights, x: torch.Tensor, y: torch.Tensor, shares: torch.Tensor, masks: Masks
-    ) -> tuple[Weights, torch.Tensor]:
+    def _client_gradients(self, weights: Weights, batch: Batch) -> tuple[Weights, torch.Tensor]:
         """The gradients of one client's loss, and this."""
         leaves = {name: part.detach().requires_grad_() for name, part in weights.items()}
-        loss = self._loss(leaves, x, y, shares, masks)
+        loss = self._loss(leaves, batch)
         gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
         return dict(zip(leaves, gradients, strict=True)), loss.detach()
 
-    def _clipped_sums(
-        self,
-        weights: Weights,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        shares: torch.Tensor,
-        masks: Masks,
-        clip: float,
-    ) -> Any:
+    def _clipped_sums(self, weights: Weights, batch: Batch, clip: float) -> Any:
         """One client's sums of clipped gradients and of losses by shares, and the factors [B]."""
         total = {name: torch.zeros_like(part) for name, part in weights.items()}
         loss = 0.0
         clipping: list[torch.Tensor] = []
         samples = max(1, LIMIT // (4 * sum(self.sizes)))
-        for start in range(0, len(shares), samples):
+        for start in range(0, len(batch.shares), samples):
             span = slice(start, start + samples)
-            share = shares[span]
-            batch = x[span, None], y[span, None], torch.ones_like(share[:1])
-            batch_masks = [mask[span, None] for mask in masks]
-            gradients, losses = self._sample_gradients(weights, *batch, batch_masks)
+            share = batch.shares[span]
+            singles = tree_map(itemgetter((span, None)), batch)
+            singles = singles._replace(shares=torch.ones_like(singles.shares))
+            gradients, losses = self._sample_gradients(weights, singles)
             squares = [part.flatten(1).square().sum(1) for part in gradients.values()]
             clipping.append(clip_factors(torch.stack(squares).sum(0).sqrt(), clip))
             factors = clipping[-1] * share
@@ -267,23 +261,16 @@ class Vmap(Backend):
 
     def _client_by_client(self, clip: float | None) -> Gradients:
         """The same of few clients."""
-        client_gradients: Callable[..., Any] = self._client_gradients
+        client_gradients: Gradients = self._client_gradients
         if clip is not None:
             client_gradients = partial(self._clipped_sums, clip=clip)
 
-        def gradients_of(weights: Weights, *batch: Any) -> tuple[Any, ...]:
-            *rows, masks = batch
+        def gradients_of(weights: Weights, batch: Batch) -> Any:
             clients = [
-                client_gradients(
-                    {name: part[slot] for name, part in weights.items()},
-                    *(part[slot] for part in rows),
-                    [mask[slot] for mask in masks],
-                )
-                for slot in range(len(rows[0]))
+                client_gradients(*tree_map(itemgetter(slot), (weights, batch)))
+                for slot in range(len(batch.shares))
             ]
-            gradients, *other_outputs = zip(*clients, strict=True)
-            stack = {name: torch.stack([part[name] for part in gradients]) for name in weights}
-            return stack, *map(torch.stack, other_outputs)
+            return tree_map(lambda *values: torch.stack(values), *clients)
 
         return gradients_of
 
@@ -301,18 +288,17 @@ class Vmap(Backend):
                 gradients_of = self._client_by_client(chunk.clip)
             if count < len(steps.weights[0]):
                 steps.narrow(count)
-            batch_x = take(x[:count], rows)
             weights = self._name_parts(steps.weights)
-            masks = self._masks(chunk, draws, weights, batch_x, shares[:, 0])
-            batch = batch_x, take(y[:count], rows), shares[:, 0], masks
+            batch = Batch(take(x[:count], rows), take(y[:count], rows), shares[:, 0], [])
+            batch = batch._replace(masks=self._masks(chunk, draws, weights, batch))
             clipping: list[torch.Tensor]  # the clip factors, where samples are clipped
-            gradients, loss, *clipping = gradients_of(weights, *batch)
+            gradients, loss, *clipping = gradients_of(weights, batch)
             factors += clipping
             losses[:count] += loss
             direction = list(gradients.values())
             if self.local.perturbs and steps.linear is None:
                 point = self._name_parts(steps.perturbed_parameters(direction, step))
-                direction = list(gradients_of(point, *batch)[0].values())
+                direction = list(gradients_of(point, batch)[0].values())
             noise = chunk.step_noise(step)
             if noise is not None:
                 torch._foreach_add_(direction, self._parts(noise))
