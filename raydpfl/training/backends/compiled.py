@@ -35,6 +35,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -163,35 +164,31 @@ class Compiled(Backend):
         return step_noises(noise, self.layers, x.reshape(len(x), -1), batch, step_responses)
 
 
+@dataclass(eq=False)
 class _Training:
     """The clients of a chunk in training; `arrays` are raydpfl_begin's, `tables` the job's."""
 
-    def __init__(
-        self,
-        job: _Job,
-        blocks: Sequence[np.ndarray],
-        arrays: Sequence[np.ndarray | None],
-        tables: Sequence[np.ndarray],
-    ):
-        self._job = job
-        self._blocks = blocks
-        self._arrays = arrays
-        self._tables = tables  # alive as long as the job
-        self._ends = np.cumsum([0, *map(len, blocks)]).tolist()[1:]
-        self._count = sum(map(len, blocks))
+    job: _Job
+    block_slots: Sequence[np.ndarray]
+    arrays: Sequence[np.ndarray | None]
+    tables: Sequence[np.ndarray]  # alive as long as the job
+
+    def __post_init__(self) -> None:
+        self._ends = np.cumsum([0, *map(len, self.block_slots)]).tolist()[1:]
+        self._count = sum(map(len, self.block_slots))
         self._places = np.zeros(self._count, np.uintp)
         self._losses, self._norms = np.empty((2, self._count))
 
     def blocks(self) -> Iterator[Block]:
         """The blocks, of which threads train some ahead of what is asked for."""
         lookahead = 2 * native.threads() - 1
-        d = self._job.d
+        d = self.job.d
         updates: deque[torch.Tensor] = deque()  # of this block and those ahead
         with self._start_threads(None) as train:
-            for k, slots in enumerate(self._blocks):
-                for block_index in range(k + len(updates), min(k + lookahead, len(self._blocks))):
-                    count = len(self._blocks[block_index])
-                    end = self._ends[block_index]
+            for k, slots in enumerate(self.block_slots):
+                for place in range(k + len(updates), min(k + lookahead, len(self.block_slots))):
+                    count = len(self.block_slots[place])
+                    end = self._ends[place]
                     updates.append(torch.empty(count, d))
                     address = updates[-1].data_ptr()
                     self._places[end - count : end] = address + 4 * d * np.arange(count)
@@ -206,9 +203,9 @@ class _Training:
         limits = into.grid.step, into.grid.most
         places = (_address(array).value for array in arrays)
         sums = _Sum(*into.closed_factors, *limits, into.std, *key, *places, len(into.totals), 1)
-        empty_updates = torch.empty(0, self._job.d)
+        empty_updates = torch.empty(0, self.job.d)
         with self._start_threads(sums) as train:
-            for k, slots in enumerate(self._blocks):
+            for k, slots in enumerate(self.block_slots):
                 train(self._ends[k], self._count)
                 into.fits[0] = bool(sums.fits)
                 yield self._block(k, slots, empty_updates)
@@ -219,12 +216,12 @@ class _Training:
         library = native.library()
         assert library is not None  # as the backend says
         finished_flags = np.zeros(self._count, np.uint8)
-        slots = np.concatenate([np.empty(0, np.int64), *self._blocks])
-        arrays = (slots, *self._arrays, self._places, self._losses, self._norms, finished_flags)
+        slots = np.concatenate([np.empty(0, np.int64), *self.block_slots])
+        arrays = (slots, *self.arrays, self._places, self._losses, self._norms, finished_flags)
         count = ctypes.c_int64(self._count)
         sums = None if into is None else ctypes.byref(into)
         library.raydpfl_begin.restype = ctypes.c_void_p
-        handle = library.raydpfl_begin(ctypes.byref(self._job), count, *map(_address, arrays), sums)
+        handle = library.raydpfl_begin(ctypes.byref(self.job), count, *map(_address, arrays), sums)
         if not handle:
             raise MemoryError("no memory for the outputs of a client's rows")
 

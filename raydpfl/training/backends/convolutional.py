@@ -100,9 +100,8 @@ class Gradients:
 @dataclass(frozen=True)
 class WeightedLayer:
     """A link with parameters. Every link has `forward` (its output and the `context` of the pass)
-    and `backward` (the gradient by its input; anything where it `is_first`); this one also
-    `squares`, the squared norms of samples' gradients, float32 [B], and their `total`, weighted by
-    `factors`.
+    and `backward` (the gradient by its input); this one also `squares`, the squared norms of
+    samples' gradients, float32 [B], and their `total`, weighted by `factors`.
     """
 
     weight: Parameter
@@ -122,6 +121,7 @@ class Convolution(WeightedLayer):
     dilation: Sequence[int]
     groups: int
     pool: tuple[Any, ...] | None = None
+    is_first: bool = False  # of the chain: nothing takes the gradient by its input
 
     @property
     def compiled(self) -> bool:
@@ -142,19 +142,17 @@ class Convolution(WeightedLayer):
         maxima, indices = aten.max_pool2d_with_indices(z, *self.pool)
         return maxima, [a, z, indices]
 
-    def backward(
-        self, g: torch.Tensor, context: list[Any], flat: torch.Tensor, is_first: bool
-    ) -> torch.Tensor:
+    def backward(self, g: torch.Tensor, context: list[Any], flat: torch.Tensor) -> torch.Tensor:
         if len(context) == 1:
             context[0].follow(g)
-            return g if is_first else context[0].by_images(self.weight.of(flat))
+            return g if self.is_first else context[0].by_images(self.weight.of(flat))
         a, z, indices = context
         weight = self.weight.outside(flat)
         if self.pool is not None:
             scatter = aten.max_pool2d_with_indices_backward.grad_input
             g = scatter(g, z, *self.pool, indices, grad_input=z)  # z is no longer needed
         geometry = (self.stride, self.padding, self.dilation, False, [0, 0], self.groups)
-        mask = (not is_first, True, False)
+        mask = (not self.is_first, True, False)
         by_input, by_weight, _ = aten.convolution_backward(g, a, weight, None, *geometry, mask)
         context[:] = [by_weight, None]
         return by_input
@@ -182,9 +180,7 @@ class Dense(WeightedLayer):
     def forward(self, a: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
         return F.linear(a, self.weight.of(flat).flatten(1), self.bias_of(flat)), [a]
 
-    def backward(
-        self, g: torch.Tensor, context: list[Any], flat: torch.Tensor, is_first: bool
-    ) -> torch.Tensor:
+    def backward(self, g: torch.Tensor, context: list[Any], flat: torch.Tensor) -> torch.Tensor:
         return g @ self.weight.of(flat).flatten(1)
 
     def squares(self, g: torch.Tensor, context: list[Any]) -> torch.Tensor:
@@ -211,9 +207,7 @@ class Pointwise:
         a = self.activation.forward(a)
         return a, [a]
 
-    def backward(
-        self, g: torch.Tensor, context: list[Any], flat: torch.Tensor, is_first: bool
-    ) -> torch.Tensor:
+    def backward(self, g: torch.Tensor, context: list[Any], flat: torch.Tensor) -> torch.Tensor:
         return self.activation.backward_(g, *context)
 
 
@@ -225,9 +219,7 @@ class Flat:
         images = a.permute(0, 2, 3, 1)
         return images.reshape(len(a), -1), [images.shape]
 
-    def backward(
-        self, g: torch.Tensor, context: list[Any], flat: torch.Tensor, is_first: bool
-    ) -> torch.Tensor:
+    def backward(self, g: torch.Tensor, context: list[Any], flat: torch.Tensor) -> torch.Tensor:
         return g.view(*context).permute(0, 3, 1, 2)
 
 
@@ -241,9 +233,7 @@ class Drop:
         mask = RowMajor().mask(a, self.p)
         return a * mask, [mask]
 
-    def backward(
-        self, g: torch.Tensor, context: list[Any], flat: torch.Tensor, is_first: bool
-    ) -> torch.Tensor:
+    def backward(self, g: torch.Tensor, context: list[Any], flat: torch.Tensor) -> torch.Tensor:
         return g * context[0]
 
 
@@ -291,7 +281,9 @@ def links(module: nn.Module) -> tuple[Link, ...]:
     dense = chain[dense_index]
     assert isinstance(dense, Dense)
     outputs, inputs = dense.weight.shape
-    channels = [link.weight.shape[0] for link in chain if isinstance(link, Convolution)][-1]
+    convolutions = [link for link in chain if isinstance(link, Convolution)]
+    chain[0] = replace(convolutions[0], is_first=True)
+    channels = convolutions[-1].weight.shape[0]
     if inputs % channels:
         raise NoStack("its first linear layer does not take the images")
     shape = (outputs, inputs // channels, channels)
@@ -381,8 +373,8 @@ class Convolutional(OneByOne):
         layers = [link for link in self.links if isinstance(link, WeightedLayer)]
         all_parameters = [part for layer in layers for part in (layer.weight, layer.bias) if part]
         self.parameters = sorted(all_parameters, key=lambda parameter: parameter.place)
-        sizes = [prod(parameter.shape) for parameter in self.parameters]
-        super().__init__(module, local, device, task, sizes)
+        super().__init__(module, local, device, task)
+        self._allocate([prod(parameter.shape) for parameter in self.parameters])
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [parameter.outside(flat) for parameter in self.parameters]
@@ -418,9 +410,9 @@ class Convolutional(OneByOne):
         loss, g = self._loss_gradient(a.float(), y)
         g = g.to(dtype) if clip is None else g * len(x)
         layers = []
-        for place in reversed(range(len(self.links))):
-            link, context = self.links[place], passes.pop()
-            by_input = link.backward(g, context, flat, is_first=place == 0)
+        for link in reversed(self.links):
+            context = passes.pop()
+            by_input = link.backward(g, context, flat)
             if isinstance(link, Convolution | Dense):
                 if clip is None:
                     link.total(g, context, None, gradients)

@@ -329,7 +329,6 @@ class Layerwise(Loop):
         return outputs
 
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
-        """See `OneByOne._gradient`; `clip` is never None."""
         assert clip is not None
         self.gradient.zero_()
         losses = torch.zeros((), device=self.device)

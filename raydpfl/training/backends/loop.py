@@ -44,8 +44,8 @@ class Loop(OneByOne):
             part for part in self.module.parameters() if part.requires_grad
         ]
         self.shapes = [parameter.shape for parameter in self.trainable]
-        sizes = [shape.numel() for shape in self.shapes]
-        super().__init__(module, local, device, task, sizes)
+        super().__init__(module, local, device, task)
+        self._allocate([shape.numel() for shape in self.shapes])
         self.views = self._views(self.flat)
         self.gradients = self._views(self.gradient)
         for parameter, view in zip(self.trainable, self.views, strict=True):

@@ -1,16 +1,13 @@
 """One client after another on one flat vector of parameters, however its gradients are made."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
 
 from raydpfl.core.device import move_tensor
-from raydpfl.methods.local.base import Local
-from raydpfl.models.tasks import Task
 from raydpfl.training.backends.base import CORE, Backend, Block, ChunkData, Rule
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -33,18 +30,10 @@ class OneByOne(Backend):
     one_by_one = True
     channels_last = False  # whether images lie so that a pixel's channels are next to each other
 
-    def __init__(
-        self,
-        module: nn.Module,
-        local: Local,
-        device: torch.device,
-        task: Task,
-        sizes: Sequence[int],
-    ):
+    def _allocate(self, sizes: list[int]) -> None:
         """`sizes` has the numbers of every parameter, in the order of `raydpfl.models.flatten`."""
-        super().__init__(module, local, device, task)
-        self.sizes = list(sizes)
-        self.flat = torch.empty(sum(sizes), device=device)
+        self.sizes = sizes
+        self.flat = torch.empty(sum(sizes), device=self.device)
         self.gradient = torch.empty_like(self.flat)
         self.velocity = torch.empty_like(self.flat)
         self.factors: list[torch.Tensor] = []  # clip factors of the client's steps so far
