@@ -126,7 +126,6 @@ class FirstSteps:
         return clip, {"x": x, "y": y, "corrections": corrections, "initial": initial}
 
     def _median_norm(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
-        """The median norm of the samples' gradients."""
         module = copy.deepcopy(module).train()
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         norms = []

@@ -120,7 +120,6 @@ def _is_short(times: StepTimes, matches: list[str]) -> bool:
 
 
 def _fastest(times: StepTimes, backends: list[str]) -> str:
-    """The backend of those that takes the least time."""
     start_time = time.perf_counter()
     first, *rest = backends
     seconds = {first: times.of(first)}
@@ -165,17 +164,17 @@ def _hindrance(
         if isinstance(layer, nn.RNNBase):
             kind = type(layer).__name__
             return f"{kind} is recurrent", "a model without recurrent layers, as transformer"
-    reason = f"convolutional does not fit the model: {_link_error(module)}"
+    reason = f"convolutional does not fit the model: {_hand_refusal(module, None)}"
     return reason, f"{CHAIN}, or a GPU (client.num_gpus)"
 
 
-def _link_error(module: nn.Module) -> str | None:
-    """Why convolutions of it are not trained by hand (`links`), in words; None: they are."""
+def _hand_refusal(module: nn.Module, clip: float | None) -> str | None:
+    """Why its convolutions are not trained by hand, in words; None: they are."""
     try:
-        links(module)
+        chain = links(module)
     except NoStack as error:
         return str(error)
-    return None
+    return None if clip is None else clipping_refusal(chain)
 
 
 def _candidates(backends: list[str], demands: Demands) -> list[str]:
@@ -202,16 +201,14 @@ def _ranking(
         has_recurrence = any(isinstance(layer, nn.RNNBase) for layer in kinds)
         has_frozen = any(not parameter.requires_grad for parameter in module.parameters())
         head = ["one_batch"] if has_frozen else []
+        by_hand = [] if gpu or _hand_refusal(module, clip) else ["convolutional"]
         if clip is not None:
-            by_hand = not gpu and not _link_error(module) and not clipping_refusal(links(module))
-            head += ["convolutional"] if by_hand else []
-            return [*head, "layerwise", *([] if has_recurrence else ["vmap"]), REFERENCE]
+            return [*head, *by_hand, "layerwise", *([] if has_recurrence else ["vmap"]), REFERENCE]
         if has_recurrence:
             return [*head, REFERENCE]
         if gpu or not any(isinstance(layer, _ConvNd) for layer in kinds):
             return [*head, "vmap", REFERENCE]
-        by_hand = not _link_error(module)
-        return [*head, *(["convolutional"] if by_hand else []), REFERENCE, "vmap"]
+        return [*head, *by_hand, REFERENCE, "vmap"]
     layerwise = ["layerwise"] if clip is not None else []
     if form.task.loss_form() is None:
         return [*layerwise, "vmap", REFERENCE]

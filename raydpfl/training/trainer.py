@@ -10,6 +10,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -94,8 +95,8 @@ class Trainer:
         self.seed = self.noise_seed = seed  # a run sets them for each round
         self.user_defined = user_defined
         with prng.keyed_globals(seed):
-            self._backend = BACKENDS[backend](module, local, self.device, task)
-        self._backend.precision = precision
+            self.backend = BACKENDS[backend](module, local, self.device, task)
+        self.backend.precision = precision
 
     def chunk(
         self,
@@ -181,7 +182,7 @@ class Trainer:
         """
         key = np.array([client]), np.array([draw]), np.array([std])
         noise = StepNoise(self.noise_seed, t, *key, d, torch.device("cpu"))
-        return self._backend.noises(noise, x, steps, self.local.learning_rate(t))
+        return self.backend.noises(noise, x, steps, self.local.learning_rate(t))
 
     def _run_backend(
         self,
@@ -192,41 +193,24 @@ class Trainer:
         """The backend's blocks; a user's draws are keyed by client (`client_key`), or by round."""
         if not chunk.slots:
             return
-        blocks = self._backend.run(parameters, chunk)
-        if self._backend.one_by_one:
-            for slot in chunk.slots:
-                with self._seed_globals(**client_key(slot)):
-                    block = next(blocks)
-                yield block
-            return
-        while True:
-            with self._seed_globals(t=client_key(0)["t"], step=1):
-                next_block = next(blocks, None)
-            if next_block is None:
+        blocks = self.backend.run(parameters, chunk)
+        by_round = repeat({"t": client_key(0)["t"], "step": 1})
+        names = map(client_key, chunk.slots) if self.backend.one_by_one else by_round
+        for name in names:
+            with self._seed_globals(**name):
+                block = next(blocks, None)
+            if block is None:
                 return
-            yield next_block
+            yield block
 
     def _seed_globals(self, **name: int) -> AbstractContextManager[None]:
         return prng.keyed_globals(self.seed, **name) if self.user_defined else nullcontext()
-
-    @property
-    def threads(self) -> bool:
-        """Whether the threads of compiled code train clients, and `chunk` takes an `into`."""
-        return self._backend.threads
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The working copy of the module, where its own code is run."""
-        return self._backend.module
 
 
 def _add_idle_slots(
     blocks: Iterator[Block], idle: np.ndarray, parameters: torch.Tensor
 ) -> Iterator[Block]:
     """The blocks with the `idle` slots, int64, in their places: updates of 0 and losses of NaN."""
-    if not len(idle):
-        yield from blocks
-        return
     for block in blocks:
         first, last = block.slots[[0, -1]]
         yield from _idle(idle[idle < first], parameters)

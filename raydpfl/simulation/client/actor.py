@@ -171,7 +171,7 @@ class ClientActor:
         model = copy_to_device(broadcast.model)
         # rows of whole vectors, one per thread that adds
         width = -(-model.numel() // native.VECTOR) * native.VECTOR
-        count = native.threads() if self.trainer.threads else 1
+        count = native.threads() if self.trainer.backend.threads else 1
         return ActorRound(
             work,
             self.experiment.local.learning_rate(work.t),
@@ -194,7 +194,7 @@ class ClientActor:
         features = math.prod(self.shards.shape)
         group: list[Chunk] = []
         for chunk in sorted(chunks, key=lambda chunk: chunk.rows):
-            if chunk.slot is not None or not self.trainer.threads:
+            if chunk.slot is not None or not self.trainer.backend.threads:
                 yield chunk
                 continue
             if group:

@@ -226,7 +226,7 @@ class UserCodeWatch:
         self._training = training
         names = ("model", "local", "bounding")
         self._members = {name: getattr(experiment, name) for name in names}
-        module = training.trainer.module
+        module = training.trainer.backend.module
         modules = [] if module is None else [module]
         self._take_snapshot = partial(python_state, *modules, experiment.local, experiment.bounding)
         self._rounds = 0

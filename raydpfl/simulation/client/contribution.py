@@ -348,7 +348,7 @@ def choose(state: ChunkRound, training: ChunkTraining) -> type[Contribution]:
         return Contribution
     clients = state.chunk.clients[state.slots]
     fits_kernel = (
-        training.trainer.threads
+        training.trainer.backend.threads
         and not (training.trainer.user_defined or training.personal.count)
         and (state.work.client_std == 0 or not experiment.noise.is_user_defined)
         and len(clients)
