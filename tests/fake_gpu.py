@@ -238,10 +238,6 @@ def _device(marks, func, args, kwargs):
     return CUDA if marks.has(args[0]) else func(*args, **kwargs)
 
 
-def _on_cuda(marks, func, args, kwargs):
-    return marks.has(args[0])
-
-
 def _numpy(marks, func, args, kwargs):
     if marks.has(args[0]):
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
@@ -289,14 +285,6 @@ def _to(marks, func, args, kwargs):
     return func(tensor, *kept, **kwargs) if kept or kwargs else tensor
 
 
-def _cpu(marks, func, args, kwargs):
-    return _moved(marks, args[0], False)
-
-
-def _cuda(marks, func, args, kwargs):
-    return _moved(marks, args[0], True)
-
-
 def _as_tensor(marks, func, args, kwargs):
     device = kwargs.pop("device", None)
     made = func(*args, **kwargs)
@@ -305,13 +293,13 @@ def _as_tensor(marks, func, args, kwargs):
 
 HANDLERS = {
     torch.Tensor.device.__get__: _device,
-    torch.Tensor.is_cuda.__get__: _on_cuda,
-    torch.Tensor.is_cpu.__get__: lambda *given: not _on_cuda(*given),
+    torch.Tensor.is_cuda.__get__: lambda marks, func, args, kwargs: marks.has(args[0]),
+    torch.Tensor.is_cpu.__get__: lambda marks, func, args, kwargs: not marks.has(args[0]),
     torch.Tensor.numpy: _numpy,
     torch.Tensor.__array__: _numpy,
     torch.Tensor.to: _to,
-    torch.Tensor.cpu: _cpu,
-    torch.Tensor.cuda: _cuda,
+    torch.Tensor.cpu: lambda marks, func, args, kwargs: _moved(marks, args[0], False),
+    torch.Tensor.cuda: lambda marks, func, args, kwargs: _moved(marks, args[0], True),
     torch.Tensor.pin_memory: lambda marks, func, args, kwargs: marks.pin(args[0]),
     torch.as_tensor: _as_tensor,
     # which lays the weights of a recurrent layer out for cuDNN

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from conftest import task_of
@@ -206,6 +207,9 @@ CONVOLUTIONAL = {
 LAYERS = {
     "linear, few positions": lambda: positions(2, 30),
     "linear, many positions": lambda: positions(18, 5),
+    "linear, over two rows": lambda: nn.Sequential(
+        *(nn.Flatten(2), nn.Linear(36, 5), nn.Flatten(), nn.Linear(10, CLASSES))
+    ),
     "convolution": lambda: ending(nn.Conv2d(2, 5, 3)),
     "of wide patches": lambda: ending(nn.Conv2d(2, 5, 3), nn.Conv2d(5, 3, 3)),
     "of few positions": lambda: ending(nn.Conv2d(2, 20, 5), nn.Conv2d(20, 24, (2, 1), bias=False)),
@@ -289,22 +293,10 @@ def clients_of(blocks):
     return [client for block in blocks for client in block.clients()]
 
 
-def train(
-    backend,
-    module,
-    local,
-    x,
-    y,
-    sizes=SIZES,
-    clients=CLIENTS,
-    draws=DRAWS,
-    clip=None,
-    precision="float32",
-    **more,
-):
-    """(update, loss) by slot."""
-    how = {"clip": clip, "task": task_of(y), "precision": precision}
-    trainer = Trainer(module, local, backend=backend, seed=SEED, **how)
+def train(backend, module, local, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAWS, **more):
+    """(update, loss) by slot. `more`: the trainer's `clip` and `precision`, and the chunk's."""
+    how = {name: more.pop(name) for name in more.keys() & {"clip", "precision"}}
+    trainer = Trainer(module, local, backend=backend, seed=SEED, task=task_of(y), **how)
     who = {"t": ROUND, "clients": clients, "draws": draws}
     chunk = trainer.chunk(models.flatten(module), x, y, sizes, **who, **more)
     return {slot: (delta, loss) for slot, delta, loss in clients_of(chunk)}
@@ -532,6 +524,14 @@ def drawn(local: Local, slot: int, sizes=SIZES) -> np.ndarray:
     """The batches of the client at a slot, [steps, batch]."""
     index, batch_sizes = batches(SEED, ROUND, CLIENTS, DRAWS, sizes, local)
     return index[slot, : local.step_counts(np.array(sizes))[slot], : batch_sizes[slot]]
+
+
+def check_updates(backend: str, module, local: Local, x, y, clip=None) -> None:
+    """Asserts that a backend comes to what the plain loop comes to."""
+    for slot, (delta, loss) in train(backend, module, local, x, y, clip=clip).items():
+        update, mean, _ = plain_loop(module, local, x[slot], y[slot], drawn(local, slot), clip)
+        assert (delta - update).norm() <= 2e-5 * update.norm()
+        assert loss == pytest.approx(mean, rel=1e-5)
 
 
 def step_noise(d: int, slot: int, steps: int, std: float) -> torch.Tensor:

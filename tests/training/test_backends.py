@@ -19,6 +19,7 @@ from plain_loop import (
     USER_DEFINED,
     alone,
     bound,
+    check_updates,
     corrected,
     drawn,
     made,
@@ -139,12 +140,8 @@ def test_every_backend_does_regression_as_the_plain_loop_does(backend, name, cli
     clip = bound(name) if clipped else None
     if missing_requirement(backend, local, clip):
         return
-    module = made(name, regression=True)
     x, y = rows(regression=True)
-    for slot, (delta, loss) in train(backend, module, local, x, y, clip=clip).items():
-        update, mean, _ = plain_loop(module, local, x[slot], y[slot], drawn(local, slot), clip)
-        assert (delta - update).norm() <= 2e-5 * update.norm()
-        assert loss == pytest.approx(mean, rel=1e-5)
+    check_updates(backend, made(name, regression=True), local, x, y, clip)
 
 
 def put(source, into, slot):

@@ -13,6 +13,7 @@ from plain_loop import (
     alone,
     clients_of,
     corrected,
+    drawn,
     gradient_of,
     made,
     plain_loop,
@@ -26,7 +27,6 @@ from raydpfl.core.messages import Facts, View
 from raydpfl.core.prng import Purpose, torch_stream
 from raydpfl.methods.local import Scaffold, Sgd
 from raydpfl.training.backends import base, compiled
-from raydpfl.training.minibatches import batches
 from raydpfl.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,10 +88,9 @@ def test_what_a_module_draws_and_keeps_is_the_clients_own():
     torch.manual_seed(1)
     for slot, (delta, _) in together.items():
         assert torch.equal(train("loop", module, local, x, y, **alone(slot))[slot][0], delta)
-    index, batch_sizes = batches(4, 2, CLIENTS, DRAWS, SIZES, local)
     with torch.random.fork_rng():
         torch.set_rng_state(torch_stream(4, Purpose.MODULE, t=2, client=5, draw=1).get_state())
-        expected, *_ = plain_loop(module, local, x[2], y[2], index[2, :, : batch_sizes[2]])
+        expected, *_ = plain_loop(module, local, x[2], y[2], drawn(local, 2))
     torch.testing.assert_close(together[2][0].double(), expected, rtol=1e-3, atol=1e-5)
 
 

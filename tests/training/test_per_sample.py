@@ -3,25 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from plain_loop import (
-    CLIENTS,
-    DRAWS,
-    METHODS,
-    ROUND,
-    SEED,
-    bound,
-    drawn,
-    gradient_of,
-    made,
-    plain_loop,
-    rows,
-    train,
-)
+from plain_loop import METHODS, bound, check_updates, gradient_of, made, rows, step_noise, train
 from scipy import stats
 
 from raydpfl import models
 from raydpfl.core import native
-from raydpfl.core.prng import Purpose, normals
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local import Sgd
 from raydpfl.training.backends import ghost_clipping, missing_requirement, vmap
@@ -33,28 +19,18 @@ compiled = pytest.mark.skipif(native.library() is None, reason="nothing is compi
 POOLED = pytest.param("convolutional", "pooled", marks=compiled)
 
 
+FORMED = (
+    "linear, few positions", "linear, many positions", "of wide patches", "stride", "dilation",
+    "channels last",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("ghost,few", [(0, 0), (0, 1 << 20), (1 << 20, 0)])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "linear, few positions",
-        "linear, many positions",
-        "of wide patches",
-        "stride",
-        "dilation",
-        "channels last",
-    ],
-)
+@pytest.mark.parametrize("name", FORMED)
 def test_gradients_that_are_formed_and_those_that_are_not_agree(name, ghost, few, monkeypatch):
     monkeypatch.setattr(ghost_clipping, "GHOST", ghost)
     monkeypatch.setattr(ghost_clipping, "SMALL_FILTER", few)
-    module = made(name)
-    local = METHODS["unequal, all"]
-    x, y = rows()
-    clip = bound(name)
-    for slot, (delta, _) in train("layerwise", module, local, x, y, clip=clip).items():
-        update, *_ = plain_loop(module, local, x[slot], y[slot], drawn(local, slot), clip)
-        assert (delta - update).norm() <= 2e-5 * update.norm()
+    check_updates("layerwise", made(name), METHODS["unequal, all"], *rows(), bound(name))
 
 
 def test_where_positions_cancel_a_ghost_norm_is_never_too_small():
@@ -119,16 +95,9 @@ def test_a_batch_that_takes_too_much_memory_is_cut(backend, module, name, monkey
 
 
 PRIVATE = [
-    POOLED,
-    ("fused", "softmax"),
-    ("fused", "mlp"),
-    ("layerwise", "channels last"),
-    ("layerwise", "in place"),
-    ("vmap", "residual"),
-    ("loop", "mlp"),
+    *(POOLED, ("fused", "softmax"), ("fused", "mlp"), ("layerwise", "channels last")),
+    *(("layerwise", "in place"), ("vmap", "residual"), ("loop", "mlp")),
 ]
-
-
 SAMPLED = [  # with backends that add no corrections
     *PRIVATE,
     pytest.param("compiled", "softmax", marks=compiled),
@@ -193,8 +162,7 @@ def test_the_noise_of_a_step_is_the_clients_keyed_normals_times_its_std(backend,
     drawn = {}
     for slot in quiet:
         drawn[slot] = (quiet[slot][0] - noised[slot][0]) / (0.5 * stds[slot])
-        key = dict(t=ROUND, client=CLIENTS[slot], draw=DRAWS[slot])
-        keyed = sum(normals(SEED, Purpose.STEP_NOISE, d, **key, step=step) for step in range(2))
+        keyed = step_noise(d, slot, 2, 1.0).sum(0).float()
         torch.testing.assert_close(drawn[slot], keyed, rtol=1e-3, atol=1e-4)
     together = torch.cat(list(drawn.values())).numpy() / 2**0.5
     assert stats.kstest(together, "norm").pvalue > 1e-4

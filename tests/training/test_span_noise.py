@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import task_of
-from plain_loop import CLASSES, CLIENTS, DRAWS, ROUND, SEED, plain_loop
+from plain_loop import CLASSES, CLIENTS, DRAWS, ROUND, SEED, clients_of, plain_loop
 from test_noise_distribution import check_distribution
 from torch import nn
 
@@ -75,25 +75,27 @@ def trainer_of(module: nn.Module, local: Sgd, y: torch.Tensor, clip: float) -> T
     return Trainer(module, local, backend="compiled", seed=SEED, clip=clip, task=task_of(y))
 
 
+def check_noises(module, local: Sgd, x, y, sizes, clients, draws, stds) -> None:
+    """A plain loop with the noises that the trainer tells of comes to every client's update."""
+    start = models.flatten(module)
+    trainer = trainer_of(module, local, y, CLIP)
+    keyed = {"t": ROUND, "clients": clients, "draws": draws}
+    index, taken = batches(SEED, ROUND, clients, draws, sizes, local)
+    for slot, update, _ in clients_of(trainer.chunk(start, x, y, sizes, **keyed, stds=stds)):
+        own = int(local.step_counts(np.array(sizes))[slot])
+        who = {"client": clients[slot], "draw": draws[slot], "std": stds[slot], "steps": own}
+        rows = x[slot, : sizes[slot]].numpy()
+        noises = torch.from_numpy(trainer.noises(rows, d=len(start), t=ROUND, **who))
+        steps = index[slot, :own, : taken[slot]]
+        expected, *_ = plain_loop(module, local, x[slot], y[slot], steps, CLIP, noises)
+        assert (update - expected).norm() <= 2e-6 * expected.norm()
+
+
 @pytest.mark.parametrize("method", LOCALS)
 @pytest.mark.parametrize("name", MODULES)
 def test_a_plain_loop_with_the_same_noises_comes_to_the_same_update(name, method):
     module, x, y = made(name)
-    local = LOCALS[method]
-    start = models.flatten(module)
-    trainer = trainer_of(module, local, y, CLIP)
-    keyed = {"t": ROUND, "clients": CLIENTS, "draws": DRAWS}
-    chunk = trainer.chunk(start, x, y, SIZES, **keyed, stds=STDS)
-    index, taken = batches(SEED, ROUND, CLIENTS, DRAWS, SIZES, local)
-    for slot, update, _ in (each for block in chunk for each in block.clients()):
-        own = int(local.step_counts(np.array(SIZES))[slot])
-        who = {"client": CLIENTS[slot], "draw": DRAWS[slot], "std": STDS[slot], "steps": own}
-        rows = x[slot, : SIZES[slot]]
-        noises = trainer.noises(rows.numpy(), d=len(start), t=ROUND, **who)
-        steps = index[slot, :own, : taken[slot]]
-        given = (local, x[slot], y[slot], steps, CLIP, torch.from_numpy(noises))
-        expected, *_ = plain_loop(module, *given)
-        assert (update - expected).norm() <= 2e-6 * expected.norm()
+    check_noises(module, LOCALS[method], x, y, SIZES, CLIENTS, DRAWS, STDS)
 
 
 def test_many_rows_are_taken_by_tiles_of_some_and_what_is_left():
@@ -105,18 +107,7 @@ def test_many_rows_are_taken_by_tiles_of_some_and_what_is_left():
     module = nn.Linear(130, CLASSES)
     local = Sgd(steps=70, batch=4, lr=0.05)
     assert span_noise_pays(rows, 130, CLASSES, True, 70, 4)
-    start = models.flatten(module)
-    trainer = trainer_of(module, local, y, CLIP)
-    keyed = {"t": ROUND, "clients": [3], "draws": [0]}
-    ((update,),) = (
-        block.updates for block in trainer.chunk(start, x, y, [rows], **keyed, stds=[1])
-    )
-    index, _ = batches(SEED, ROUND, [3], [0], [rows], local)
-    who = {"client": 3, "draw": 0, "std": 1.0, "steps": 70}
-    noises = trainer.noises(x[0].numpy(), d=len(start), t=ROUND, **who)
-    given = (local, x[0], y[0], index[0], CLIP, torch.from_numpy(noises))
-    expected, *_ = plain_loop(module, *given)
-    assert (update - expected).norm() <= 2e-6 * expected.norm()
+    check_noises(module, local, x, y, [rows], [3], [0], [1.0])
 
 
 def test_the_rows_tell_in_which_form_the_noise_is_drawn():

@@ -59,10 +59,10 @@ def updates(module: nn.Module, local: Sgd, crops: bool) -> tuple[torch.Tensor, b
     x = torch.rand(2, 6, 2, 2, 2, generator=draw)
     y = torch.randint(4, (2, 6), generator=draw)
     trainer = Trainer(module, local, backend="loop", seed=0)
-    trainer._backend.cropped_places = None if crops else []
+    trainer.backend.cropped_places = None if crops else []
     chunk = trainer.chunk(models.flatten(module), x, y, [6, 5], t=0, clients=[0, 1], draws=[0, 0])
     found = torch.cat([block.updates for block in chunk])
-    return found, bool(trainer._backend.cropped_places)
+    return found, bool(trainer.backend.cropped_places)
 
 
 @pytest.mark.parametrize("reads", [False, True])

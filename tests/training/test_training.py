@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from conftest import experiment, form, messages, refusal
-from plain_loop import CLIENTS, DRAWS, SHAPE, SIZES, made, rows, train
+from plain_loop import CLIENTS, DRAWS, SHAPE, SIZES, drawn, made, rows, train
 
 from raydpfl import models, run
 from raydpfl.check import check, render
@@ -17,7 +17,6 @@ from raydpfl.core.prng import Purpose, torch_stream
 from raydpfl.methods.local import Local, Sgd
 from raydpfl.privacy import LocalSteps, calibrate_local_steps, report_of
 from raydpfl.training.backend_choice import choose_backend
-from raydpfl.training.minibatches import batches
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,8 +29,7 @@ def test_a_client_that_is_done_reads_no_row_that_is_in_none_of_its_batches(backe
     assert local.step_counts(sizes).tolist() == [2, 1, 2, 0, 2]
     x, y = rows(sizes=[13] * 5)
     before = train(backend, module, local, x, y, sizes)
-    index, _ = batches(4, 2, CLIENTS, DRAWS, sizes, local)
-    (idle,) = set(range(5)) - set(index[1, 0].tolist())
+    (idle,) = set(range(5)) - set(drawn(local, 1, sizes)[0].tolist())
     x[1, idle] = torch.nan
     after = train(backend, module, local, x, y, sizes)
     assert all(torch.equal(before[slot][0], after[slot][0]) for slot in before)

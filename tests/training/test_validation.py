@@ -3,6 +3,7 @@
 import io
 import json
 from dataclasses import replace
+from operator import itemgetter
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -187,14 +188,11 @@ def test_validation_is_scored_at_every_evaluation_and_in_the_summary(tmp_path):
         loss, accuracy = scored(result.model, batches(opened, prefix))
         assert result.summary[f"{prefix}_loss"] == pytest.approx(loss, rel=1e-6)
         assert result.summary[f"{prefix}_accuracy"] == pytest.approx(accuracy, abs=1e-12)
-        best = max((row for row in rows if row[names[1]] is not None), key=by(f"{prefix}_accuracy"))
+        accuracy_of = itemgetter(f"{prefix}_accuracy")
+        best = max((row for row in rows if row[names[1]] is not None), key=accuracy_of)
         assert result.summary[f"best_{prefix}_accuracy"] == best[f"{prefix}_accuracy"]
         place = "best_round" if prefix == "test" else "best_validation_round"
         assert result.summary[place] == best["round"]
-
-
-def by(name):
-    return lambda row: row[name]
 
 
 def test_the_best_round_of_a_regression_is_that_of_the_least_loss(tmp_path):
