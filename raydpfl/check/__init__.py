@@ -42,7 +42,6 @@ from raydpfl.check import (
     noise,
     rounds,
     sampling,
-    scales,
     selection,
     server,
     sources,
@@ -68,7 +67,7 @@ __all__ = ["Clause", "check", "members_of", "render"]
 
 # The modules with the clauses of each family.
 CONTRACT: dict[str, tuple[ModuleType, ...]] = {
-    "bounding": (bounding, scales),
+    "bounding": (bounding,),
     "local": (local,),
     "noise": (noise,),
     "weights": (weights,),
@@ -84,21 +83,16 @@ CONTRACT: dict[str, tuple[ModuleType, ...]] = {
     "accountant": (accountants, claims),
     "formula": (formulas,),
 }
-BUILT_IN: dict[str, Mapping[str, Any]] = {
-    **{section: spec.family or {} for section, spec in SECTIONS.items()},
-    "sampling": {name: type(scheme) for name, scheme in SCHEMES.items()},
-    "formula": {name: type(formula) for name, formula in FORMULAS.items()},
-    "accountant": {
-        name: type(accountant) for name, accountant in ACCOUNTANTS.items() if name not in FORMULAS
-    },
-    "metric": METRICS,
-}
-BASES: dict[str, type] = {
-    **{section: spec.base for section, spec in SECTIONS.items()},
-    "sampling": SamplingScheme,
-    "formula": Formula,
-    "accountant": Accountant,
-    "metric": Metric,
+# The base of each family, and the members that come with the project, by kind.
+FAMILIES: dict[str, tuple[type, Mapping[str, Any]]] = {
+    **{section: (spec.base, spec.family or {}) for section, spec in SECTIONS.items()},
+    "sampling": (SamplingScheme, {name: type(scheme) for name, scheme in SCHEMES.items()}),
+    "formula": (Formula, {name: type(formula) for name, formula in FORMULAS.items()}),
+    "accountant": (
+        Accountant,
+        {name: type(one) for name, one in ACCOUNTANTS.items() if name not in FORMULAS},
+    ),
+    "metric": (Metric, METRICS),
 }
 ACCEPTED = "a class by import path (package.module:Name), or a member as in bounding:clip"
 
@@ -130,7 +124,7 @@ def check(
 
 def members_of() -> Iterator[str]:
     """All members that come with the project, as `check` takes them."""
-    for section, family in BUILT_IN.items():
+    for section, (_, family) in FAMILIES.items():
         for kind, cls in family.items():
             # sources that need no file of the user's have examples of their own
             if section != "data" or vars(cls).get("examples"):
@@ -153,22 +147,23 @@ def resolve_member(target: str | type) -> tuple[str, type, str]:
         path = path or f"{cls.__module__}:{cls.__qualname__}"
         factory(path)
         return "model", Module, path
+    bases = {name: base for name, (base, _) in FAMILIES.items()}
     section = ""
     if isinstance(cls, type):
-        bases = BASES.items()
-        section_names = (name for name, base in bases if issubclass(cls, base) and cls is not base)
-        section = next(section_names, "")
+        names = (name for name, base in bases.items() if issubclass(cls, base) and cls is not base)
+        section = next(names, "")
     if not section:
-        names = [f"{one.__module__.removesuffix('.base')}.{one.__name__}" for one in BASES.values()]
-        expected = f"a class derived from one of {', '.join(names)}"
+        paths = [f"{one.__module__.removesuffix('.base')}.{one.__name__}" for one in bases.values()]
+        expected = f"a class derived from one of {', '.join(paths)}"
         raise ConfigError("member", path or repr(cls), expected)
     assert isinstance(cls, type)
-    for kind, other in BUILT_IN[section].items():
+    base, family = FAMILIES[section]
+    for kind, other in family.items():
         if other is cls:
             return section, cls, kind
     path = path or f"{cls.__module__}:{cls.__qualname__}"
     if section in SECTIONS:
-        member_class: type = user_class(path, section, BASES[section])
+        member_class: type = user_class(path, section, base)
         user_classes.check_required_methods(member_class, section, path)
     return section, cls, path
 
@@ -176,11 +171,12 @@ def resolve_member(target: str | type) -> tuple[str, type, str]:
 def _built_in(name: str) -> tuple[str, type, str] | None:
     """A member by `family:kind`, `family.kind`, or by its kind alone."""
     *parts, kind = re.split("[.:]", name)
-    sections = [".".join(parts)] if parts else BUILT_IN
-    matches = [section for section in sections if kind in BUILT_IN.get(section, {})]
+    families = {section: family for section, (_, family) in FAMILIES.items()}
+    sections = [".".join(parts)] if parts else families
+    matches = [section for section in sections if kind in families.get(section, {})]
     if len(matches) > 1:
         raise ConfigError("member", name, " or ".join(f"{section}:{name}" for section in matches))
-    return (matches[0], BUILT_IN[matches[0]][kind], kind) if matches else None
+    return (matches[0], families[matches[0]][kind], kind) if matches else None
 
 
 def _clause_cases(

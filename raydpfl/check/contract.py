@@ -157,11 +157,6 @@ def backends(local: Local, clip: float | None) -> list[str]:
     return [name for name in names if not missing_requirement(name, local, clip)]
 
 
-def copy_state(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A state of its own."""
-    return {name: np.array(array) for name, array in state.items()}
-
-
 def equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     """Whether two states are the same, bit by bit."""
     return one.keys() == other.keys() and all(

@@ -1,11 +1,13 @@
 """The contract of local training: see `raydpfl.methods.local`."""
 
+from copy import deepcopy
+
 import numpy as np
 import torch
 from torch import nn
 
 from raydpfl import models
-from raydpfl.check.contract import backends, check_shapes, close, copy_state, hold, normals, tensor
+from raydpfl.check.contract import backends, check_shapes, close, hold, normals, tensor
 from raydpfl.check.example import Example
 from raydpfl.core.messages import Facts
 from raydpfl.core.prng import keyed_globals
@@ -157,13 +159,13 @@ def receive(case: Example) -> str:
     facts = Facts(1, member.learning_rate(1), model, divisor=9.0, cohort=9, population=24)
     states = []
     for _ in range(2):
-        state = copy_state(start)
+        state = deepcopy(start)
         sums = mean.copy()
         member.receive(sums, state, facts)
         hold(np.array_equal(sums, mean), "the mean update is changed in place")
         check_shapes(start, state)
         states.append(state)
-        member.receive(-2 * mean, copy_state(start), facts)
+        member.receive(-2 * mean, deepcopy(start), facts)
     for name in start:
         hold(np.array_equal(states[0][name], states[1][name]), f"asked twice, {name} is another")
     return f"keeps {', '.join(start) or 'nothing'}"

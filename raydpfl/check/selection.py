@@ -1,5 +1,6 @@
 """The contract of a selection: see `raydpfl.methods.selection`."""
 
+import math
 import pickle
 import time
 from collections import Counter
@@ -14,7 +15,7 @@ from raydpfl.check.contract import FALSE_ALARM, clauses_of, hold, normals
 from raydpfl.check.example import Example
 from raydpfl.errors import USER_EXCEPTIONS
 from raydpfl.methods.population import check_composed_rounds
-from raydpfl.methods.selection import Cohort, Population, Selection
+from raydpfl.methods.selection import Ask, Population, Selection
 from raydpfl.simulation.sampling_monitor import SamplingMonitor
 
 ROUNDS = 400
@@ -29,15 +30,11 @@ def _ask(clients: np.ndarray) -> np.ndarray:
     return np.abs(normals(1 + int(clients.max()))[clients])
 
 
-def _draw(member: Selection, seed: int, t: int, population: Population) -> Cohort:
-    return member.draw(seed, t, population, _ask)
-
-
 def cohorts(case: Example) -> str:
     """A cohort is of clients of the population, a function of seed and round alone."""
     member = case.plan.experiment.selection
     population = case.plan.population
-    first_cohorts = [_draw(member, 1, t, population) for t in range(6)]
+    first_cohorts = [member.draw(1, t, population, _ask) for t in range(6)]
     member_copy = pickle.loads(pickle.dumps(member))
     population_copy = pickle.loads(pickle.dumps(population))
     for t in reversed(range(6)):
@@ -46,11 +43,11 @@ def cohorts(case: Example) -> str:
         mask = (clients >= 0) & (clients < len(population))
         hold(mask.all(), f"round {t} has client {clients[~mask][:1]} of {len(population)}")
         for sampler, pool in ((member, population), (member_copy, population_copy)):
-            repeat = _draw(sampler, 1, t, pool).clients
+            repeat = sampler.draw(1, t, pool, _ask).clients
             hold(np.array_equal(clients, repeat), f"drawn twice, round {t} has other clients")
         candidates = member.exposed(1, t, population)
         hold(np.isin(clients, candidates).all(), f"round {t} takes clients that are not exposed")
-    seed_clients = [_draw(member, 2, t, population).clients for t in range(6)]
+    seed_clients = [member.draw(2, t, population, _ask).clients for t in range(6)]
     is_seedless = all(map(np.array_equal, [draw.clients for draw in first_cohorts], seed_clients))
     is_secret = member.sampling(population).hidden
     hold(not (is_secret and is_seedless), "a secret cohort is the same for every seed")
@@ -62,31 +59,19 @@ def follows_sampling(case: Example) -> str:
     member = case.plan.experiment.selection
     population = case.plan.population
     declared_sampling = member.sampling(population)
-    composed_rounds = check_composed_rounds(member, 1, ROUNDS, population)
     min_clients = member.clients_left(1, ROUNDS, population)
     if declared_sampling.coins is not None or declared_sampling.size is None:
         min_clients = 0
-    rate = FALSE_ALARM / (len(SEEDS) + 1)
-    pairs = member.is_user_defined
-    monitor = SamplingMonitor(
-        member, population, composed_rounds, min_clients, True, pairs=pairs, false_alarm=rate
-    )
-    participation_counts: Counter[int] = Counter()
-    for t in range(ROUNDS):
-        cohort = _draw(member, 1, t, population)
-        if member.asks:
-            monitor.check_candidates(t, member.exposed(1, t, population))
-        monitor.check(t, cohort, participation_counts)
-        participation_counts.update(cohort.clients.tolist())
+    _check_cohorts(member, 1, ROUNDS, population, _ask, min_clients)
     detail = f"{declared_sampling}, {ROUNDS} rounds"
     if member.is_user_defined and not member.asks:
         populations = [population] if declared_sampling.hidden else []
         populations += _secret_populations(member)
-        detail += _check_many_cohorts(member, populations, rate) if populations else ""
+        detail += _check_many_cohorts(member, populations) if populations else ""
     return detail
 
 
-def _check_many_cohorts(member: Selection, populations: list[Population], rate: float) -> str:
+def _check_many_cohorts(member: Selection, populations: list[Population]) -> str:
     """Holds many cohorts against the sampling scheme."""
     cohort_count = 0
     start = time.monotonic()
@@ -94,20 +79,37 @@ def _check_many_cohorts(member: Selection, populations: list[Population], rate: 
         population = populations[min(number, len(populations)) - 1]
         deadline = start + SECONDS * number / len(SEEDS)
         rounds = DRAWS // len(SEEDS)
-        composed_rounds = check_composed_rounds(member, seed, rounds, population)
-        monitor = SamplingMonitor(
-            member, population, composed_rounds, 0, True, pairs=True, false_alarm=rate
-        )
-        participation_counts: Counter[int] = Counter()
-        for t in range(rounds):
-            cohort = member.draw(seed, t, population)
-            monitor.check(t, cohort, participation_counts)
-            participation_counts.update(cohort.clients.tolist())
-            if time.monotonic() > deadline:
-                break
-        cohort_count += t + 1
+        cohort_count += _check_cohorts(member, seed, rounds, population, deadline=deadline)
     note = "" if cohort_count >= DRAWS else f" (as many as {SECONDS} s allow, of {DRAWS:,})"
     return f"; {cohort_count:,} cohorts, among up to {len(populations[-1])} clients{note}"
+
+
+def _check_cohorts(
+    member: Selection,
+    seed: int,
+    rounds: int,
+    population: Population,
+    ask: Ask | None = None,
+    min_clients: int = 0,
+    deadline: float = math.inf,
+) -> int:
+    """Holds cohorts of so many rounds, up to a deadline, against the scheme; how many they were."""
+    composed_rounds = check_composed_rounds(member, seed, rounds, population)
+    rate = FALSE_ALARM / (len(SEEDS) + 1)
+    pairs = member.is_user_defined
+    monitor = SamplingMonitor(
+        member, population, composed_rounds, min_clients, True, pairs=pairs, false_alarm=rate
+    )
+    participation_counts: Counter[int] = Counter()
+    for t in range(rounds):
+        cohort = member.draw(seed, t, population, ask)
+        if member.asks:
+            monitor.check_candidates(t, member.exposed(seed, t, population))
+        monitor.check(t, cohort, participation_counts)
+        participation_counts.update(cohort.clients.tolist())
+        if time.monotonic() > deadline:
+            break
+    return t + 1
 
 
 def _secret_populations(member: Selection) -> list[Population]:

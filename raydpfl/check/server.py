@@ -1,10 +1,11 @@
 """The contract of the server's step: see `raydpfl.methods.server`."""
 
 import pickle
+from copy import deepcopy
 
 import numpy as np
 
-from raydpfl.check.contract import check_shapes, copy_state, equal, hold, normals
+from raydpfl.check.contract import check_shapes, equal, hold, normals
 from raydpfl.check.example import Example
 
 D = 50
@@ -31,7 +32,7 @@ def state(case: Example) -> str:
     for name, array in start.items():
         hold(isinstance(array, np.ndarray), f"{name} is no array")
         hold(array.dtype == np.float64, f"{name} is {array.dtype}, not float64")
-    current_state = copy_state(start)
+    current_state = deepcopy(start)
     for t in range(4):
         case.member.step(normals(D), normals(D, step=t + 1), current_state, t)
         check_shapes(start, current_state)
@@ -46,14 +47,14 @@ def no_hidden_state(case: Example) -> str:
     member.step(model, normals(D, step=9), initial_state, 0)
     results = []
     for copy in (member, member, pickle.loads(pickle.dumps(member))):
-        next_state = copy_state(initial_state)
+        next_state = deepcopy(initial_state)
         update = normals(D, step=1)
         x = model.copy()
         next_model = copy.step(x, update, next_state, 3)
         hold(np.array_equal(update, normals(D, step=1)), "the update is changed in place")
         hold(np.array_equal(x, model), "the model is changed in place")
         results.append((next_model, next_state))
-        copy.step(-model, normals(D, step=5) * 7, copy_state(initial_state), 4)
+        copy.step(-model, normals(D, step=5) * 7, deepcopy(initial_state), 4)
     for next_model, next_state in results[1:]:
         hold(np.array_equal(next_model, results[0][0]), "asked twice, it gives another model")
         hold(equal(next_state, results[0][1]), "asked twice, it leaves another state")

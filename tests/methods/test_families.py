@@ -8,9 +8,9 @@ import pytest
 import torch
 from scipy.stats import norm
 
+from raydpfl.check.bounding import scales
 from raydpfl.check.contract import BrokenClause
 from raydpfl.check.example import Example
-from raydpfl.check.scales import scales
 from raydpfl.core import exact_sum, prng
 from raydpfl.core.messages import Grid
 from raydpfl.errors import ConfigError, RunError
