@@ -11,7 +11,7 @@ from raydpfl.check.contract import backends, close, hold
 from raydpfl.check.example import Example
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Data, Split
-from raydpfl.data.rounding import apportion
+from raydpfl.data.sizes import apportion
 from raydpfl.methods.local.sgd import Sgd
 from raydpfl.models import Model
 from raydpfl.models.tasks import Form, Task

@@ -3,10 +3,13 @@
 from typing import ClassVar, Literal
 
 import numpy as np
+from numpy.random import Generator
 
 from raydpfl.config.registry import Member
 from raydpfl.data.sizes import Sizes
 from raydpfl.errors import ConfigError
+
+Deal = tuple[np.ndarray, np.ndarray]  # rows of the data set in client order, and sizes of clients
 
 
 class Partition(Member):
@@ -17,9 +20,7 @@ class Partition(Member):
     follows_sizes: ClassVar[bool] = True
     by: ClassVar[Literal["label", "client", "row"]] = "label"
 
-    def assign(
-        self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def assign(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: Generator) -> Deal:
         """Which samples each client holds: rows of the data set in client order, int64 [samples],
         and sizes, int64 [clients].
 
@@ -45,8 +46,8 @@ class Partition(Member):
         owners: np.ndarray | None,
         clients: int | None,
         sizes: Sizes,
-        generator: np.random.Generator,
-    ) -> tuple[np.ndarray, np.ndarray]:
+        generator: Generator,
+    ) -> Deal:
         """`assign` by the column that it goes by: classes int64 or targets float32 `y` [n], or
         `owners`, the client of each row, int64 [n]. Raises `ConfigError` without such a column, or
         for other `clients` than it has.

@@ -1,4 +1,4 @@
-"""Partitions by mixtures of classes: which are in a client's, and whole counts that come to them.
+"""Partitions by class: shards of one, or mixtures, and whole counts that come to them.
 
 >>> counts = fit(np.array([[0.5, 0.5], [0.5, 0.5]]), np.array([3, 5]), np.array([4, 4]))
 >>> counts.sum(0), counts.sum(1)
@@ -8,20 +8,51 @@
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.random import Generator
 from pydantic import Field
 
-from raydpfl.data.partitions.base import Partition
-from raydpfl.data.rounding import apportion
-from raydpfl.data.sizes import Sizes
+from raydpfl.data.partitions.base import Deal, Partition
+from raydpfl.data.sizes import Sizes, apportion
 from raydpfl.errors import ConfigError
+
+
+class LabelShards(Partition):
+    """One-class shards, as many for each client, at random (001 App. G, with 5).
+
+    A class gets shards in proportion to its samples (at least one), equal to within one sample; so
+    no shard straddles two classes, and Fashion-MNIST for 3000 clients gives 15,000 of exactly 4.
+    """
+
+    follows_sizes: ClassVar[bool] = False
+    kind: str = "shards"
+    per_client: int = Field(default=5, ge=1, description="one-class shards of a client")
+
+    def assign(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: Generator) -> Deal:
+        classes, counts = np.unique(labels, return_counts=True)
+        shards = clients * self.per_client
+        if not len(classes) <= shards <= len(labels):
+            minimum = -(-len(classes) // self.per_client)
+            maximum = len(labels) // self.per_client
+            expected = f"from {minimum} to {maximum} with {self.per_client} one-class shards"
+            expected += f" each: {len(labels)} samples of {len(classes)} classes"
+            raise ConfigError("data.clients", clients, expected)
+        weights = np.maximum(counts * (shards / counts.sum()) - 1, 1e-12)
+        quotas = 1 + apportion(shards - len(classes), weights, counts - 1)
+        rows = generator.permutation(len(labels))
+        rows = rows[np.argsort(labels[rows], kind="stable")]
+        lengths = np.concatenate(
+            [apportion(count, np.ones(quota)) for count, quota in zip(counts, quotas, strict=True)]
+        )
+        owner = np.empty(shards, np.int64)
+        owner[generator.permutation(shards)] = np.arange(shards) // self.per_client
+        order = np.argsort(np.repeat(owner, lengths), kind="stable")
+        return rows[order], np.bincount(owner, lengths, clients).astype(np.int64)
 
 
 class LabelMixture(Partition):
     """Base of partitions that give each client a mixture of classes."""
 
-    def assign(
-        self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def assign(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: Generator) -> Deal:
         supply = np.unique(labels, return_counts=True)[1]
         counts = sizes.counts(len(labels), clients, generator)
         table = self.table(counts, supply, sizes.kind, generator)
@@ -31,7 +62,7 @@ class LabelMixture(Partition):
         return rows[np.argsort(owner, kind="stable")], counts
 
     def table(
-        self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: np.random.Generator
+        self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: Generator
     ) -> np.ndarray:
         """Samples of each class and client, int64 [clients, classes], for the clients' `counts` and
         the classes' `supply`, int64; `sizes`: the kind, for messages. Raises `ConfigError`.
@@ -52,7 +83,7 @@ class Dirichlet(LabelMixture):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"psi": 0.1}, {"psi": 100.0})
 
     def table(
-        self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: np.random.Generator
+        self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: Generator
     ) -> np.ndarray:
         mixture = generator.dirichlet(np.full(len(supply), self.psi), len(counts))
         table = fit(np.maximum(mixture, 1e-9), counts, supply)
@@ -71,7 +102,7 @@ class DominantLabels(LabelMixture):
     share: float = Field(default=0.92, gt=0, le=1, description="of its samples that are theirs")
 
     def table(
-        self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: np.random.Generator
+        self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: Generator
     ) -> np.ndarray:
         other_classes = len(supply) - self.classes
         if other_classes < 1:
@@ -93,7 +124,7 @@ class ClassesPerClient(LabelMixture):
     k: int = Field(default=7, ge=1, description="classes of a client")
 
     def table(
-        self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: np.random.Generator
+        self, counts: np.ndarray, supply: np.ndarray, sizes: str, generator: Generator
     ) -> np.ndarray:
         classes = len(supply)
         min_k = -(-classes // len(counts))
@@ -115,7 +146,7 @@ class ClassesPerClient(LabelMixture):
 
 
 def choose_classes(
-    clients: int, k: int, supply: np.ndarray, generator: np.random.Generator, min_clients: int
+    clients: int, k: int, supply: np.ndarray, generator: Generator, min_clients: int
 ) -> np.ndarray:
     """Bool [clients, classes], `k` true in each row, each class true for clients in proportion to
     its supply, and for `min_clients` at least.

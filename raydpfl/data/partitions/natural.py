@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import numpy as np
+from numpy.random import Generator
 from pydantic import Field, model_validator
 
-from raydpfl.data.partitions.base import Partition
+from raydpfl.data.partitions.base import Deal, Partition
 from raydpfl.data.sizes import Sizes
 from raydpfl.errors import ConfigError
 
@@ -29,9 +30,7 @@ class Natural(Partition):
             raise ConfigError("data.partition.most", self.most, expected)
         return self
 
-    def assign(
-        self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def assign(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: Generator) -> Deal:
         order = np.argsort(labels, kind="stable")
         counts = np.bincount(labels, minlength=clients)
         client_mask = counts >= self.least

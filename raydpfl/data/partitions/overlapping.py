@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.random import Generator
 from pydantic import Field, model_validator
 
-from raydpfl.data.partitions.base import Partition
-from raydpfl.data.rounding import apportion
-from raydpfl.data.sizes import Sizes
+from raydpfl.data.partitions.base import Deal, Partition
+from raydpfl.data.sizes import Sizes, apportion
 from raydpfl.errors import ConfigError
 
 
@@ -44,9 +44,7 @@ class Overlapping(Partition):
     def overlaps(self) -> bool:
         return True
 
-    def assign(
-        self, labels: np.ndarray, clients: int, sizes: Sizes, generator: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def assign(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: Generator) -> Deal:
         rows = [np.flatnonzero(labels == label) for label in np.unique(labels)]
         if self.classes is not None and self.classes >= len(rows):
             expected = f"fewer than the {len(rows)} classes of the data"

@@ -9,9 +9,9 @@ array([3, 3, 2, 2])
 """
 
 from raydpfl.config.registry import family
-from raydpfl.data.sizes.base import Sizes
+from raydpfl.data.sizes.base import Sizes, apportion
 from raydpfl.data.sizes.distributions import Balanced, PowerLaw
 
-__all__ = ["FAMILY", "Balanced", "PowerLaw", "Sizes"]
+__all__ = ["FAMILY", "Balanced", "PowerLaw", "Sizes", "apportion"]
 
 FAMILY: dict[str, type[Sizes]] = family(__name__, Sizes, ("balanced", "power-law", "spread"))

@@ -28,8 +28,7 @@ import numpy as np
 from pydantic import Field, SerializeAsAny
 
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.data.rounding import apportion
-from raydpfl.data.sizes import PowerLaw, Sizes
+from raydpfl.data.sizes import PowerLaw, Sizes, apportion
 from raydpfl.data.sources.base import Maker, SizedData, Split
 
 # Steps of a client's stream: its model and training rows; its test rows; the model of the iid form
