@@ -14,11 +14,10 @@ shapes, the numbers of clients, of samples per client and of classes. Everything
 (seed, PARTITION) or (seed, DATA, client).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from raydpfl.config.registry import choose, is_path, user_class
+from raydpfl.config.registry import is_path, user_class
 from raydpfl.data.features import FAMILY as FEATURES
 from raydpfl.data.partitions import FAMILY as PARTITIONS
 from raydpfl.data.partitions import Partition
@@ -27,7 +26,7 @@ from raydpfl.data.shard_writer import prepare
 from raydpfl.data.shards import Shards
 from raydpfl.data.sizes import FAMILY as SIZES
 from raydpfl.data.sizes import Sizes
-from raydpfl.data.sources import FAMILY, Data, InMemoryData, Maker, Samples, Split
+from raydpfl.data.sources import FAMILY, Data, InMemoryData, Maker, Samples, Split, parse
 from raydpfl.data.suggestion import Suggestion
 from raydpfl.errors import ConfigError
 from raydpfl.storage.files import data_root
@@ -37,11 +36,6 @@ __all__ = [
     "Partition", "RowReader", "Samples", "Shards", "Sizes", "Split", "Suggestion",
     "catalogue", "fetch", "parse", "prepare",
 ]  # fmt: skip
-
-
-def parse(values: Mapping[str, Any]) -> Data:
-    """The `data` section of a config. Raises `ConfigError`."""
-    return choose("data", values, FAMILY, Data)
 
 
 def catalogue(root: Path | None = None, kinds: Sequence[str] = ()) -> list[dict[str, str]]:

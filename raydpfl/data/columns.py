@@ -205,6 +205,13 @@ def column_array(column: Any, name: str, field: str) -> np.ndarray:
     return column
 
 
+def named_array(table: Columns, name: str, field: str) -> np.ndarray:
+    """As `column_array`, of a column by name."""
+    if name not in table:
+        raise column_error(field, name, table)
+    return column_array(table[name], name, field)
+
+
 def labels(columns: Sequence[Any], names: Sequence[str], field: str) -> np.ndarray:
     """Targets as some columns have them: numbers or text [rows]; numbers [rows, n] of several
     columns, or of lists of one length; an object array [rows] of other lists. Raises `ConfigError`
@@ -259,10 +266,7 @@ def clients_table(
     """
     columns = read_columns(f"{field}.path", path, root)
     names = {key: name for key, name in column_names.items() if name is not None}
-    for key, name in names.items():
-        if name not in columns:
-            raise column_error(f"{field}.{key}", name, columns)
-    return {key: column_array(columns[name], name, f"{field}.{key}") for key, name in names.items()}
+    return {key: named_array(columns, name, f"{field}.{key}") for key, name in names.items()}
 
 
 def numbers(field: str, name: str, column: np.ndarray) -> np.ndarray:

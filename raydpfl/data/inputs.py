@@ -132,12 +132,10 @@ def _decode(column: pa.Array | pa.ChunkedArray, name: str, row_names: Sequence[s
             image_bytes = data.as_py() or b""
             try:
                 with Image.open(io.BytesIO(image_bytes), formats=FORMATS) as image:
-                    if image.mode.startswith(HIGH_DEPTH_MODES):
-                        raise image_error(f"{EIGHT_BITS}; {row_name} has more ({image.mode})")
                     shape = (1 if image.mode == "L" else 3, image.height, image.width)
-                    flaw = _flaw(image_bytes, image.height * image.width)
+                    flaw = _flaw(image, image_bytes, row_name)
                     if flaw:
-                        raise image_error(flaw.format(row_name))
+                        raise image_error(flaw)
                     if row == 0:
                         _check_size(column, len(column) * math.prod(shape), name)
                         images = np.empty((len(column), *shape), np.uint8)
@@ -148,15 +146,10 @@ def _decode(column: pa.Array | pa.ChunkedArray, name: str, row_names: Sequence[s
                     colours = np.asarray(image.convert("L" if shape[0] == 1 else "RGB"))
             except ConfigError:
                 raise
-            except (
-                MemoryError,
-                Image.DecompressionBombWarning,
-                Image.DecompressionBombError,
-            ) as error:
-                size_limit = f"{SIZE_LIMIT}; {row_name} has more"
-                is_memory = isinstance(error, MemoryError)
-                expected = f"images that memory holds: {error}" if is_memory else size_limit
-                raise image_error(expected) from None
+            except MemoryError as error:
+                raise image_error(f"images that memory holds: {error}") from None
+            except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+                raise image_error(f"{SIZE_LIMIT}; {row_name} has more") from None
             except Exception as error:  # whatever a broken image makes its decoder raise
                 formats = f"{', '.join(FORMATS)} ({type(error).__name__})"
                 raise image_error(f"encoded images; {row_name} is not of {formats}") from None
@@ -164,13 +157,16 @@ def _decode(column: pa.Array | pa.ChunkedArray, name: str, row_names: Sequence[s
     return images
 
 
-def _flaw(image_bytes: bytes, pixels: int) -> str:
-    """What is expected of an image, `{}`, that is too large or slow to decode; else empty."""
+def _flaw(image: Any, image_bytes: bytes, name: str) -> str:
+    """What is expected of an image that is too deep, too large or slow to decode; else empty."""
+    if image.mode.startswith(HIGH_DEPTH_MODES):
+        return f"{EIGHT_BITS}; {name} has more ({image.mode})"
+    pixels = image.height * image.width
     if pixels > PIXELS:
-        return f"{SIZE_LIMIT}; {{}} has {pixels:,}"
+        return f"{SIZE_LIMIT}; {name} has {pixels:,}"
     # a progressive JPEG goes over its pixels again in every scan
     scans = image_bytes.count(b"\xff\xda") if image_bytes.startswith(b"\xff\xd8") else 1
-    expected = f"images that are soon decoded; {{}} has {pixels:,} pixels in {scans:,} scans"
+    expected = f"images that are soon decoded; {name} has {pixels:,} pixels in {scans:,} scans"
     return expected if pixels * scans > WORK else ""
 
 

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl.config.registry import choose
 from raydpfl.data.row_readers import (
     ClientTable,
     FileRows,
@@ -34,7 +33,7 @@ from raydpfl.data.row_readers import (
     aligned_array,
 )
 from raydpfl.data.shard_files import BATCH_BYTES, ArrowFile
-from raydpfl.data.sources import FAMILY, Data
+from raydpfl.data.sources import parse
 from raydpfl.models.tasks import Classification, Form, Target, Task
 
 SCALE_PIXELS = 160 << 10  # pixels that are scaled at once: with their float32 they fit the L2 cache
@@ -80,7 +79,7 @@ class Shards:
 
     def _reader(self, metadata: Mapping[str, Any], table: ClientTable) -> RowReader:
         if "made" in metadata:
-            source = choose("data", metadata["config"], FAMILY, Data)
+            source = parse(metadata["config"])
             return GeneratedRows(source, metadata["made"], self.sizes, self.form(source.task))
         form = self.form(Classification())
         file = ArrowFile(self.folder / "train.arrow")

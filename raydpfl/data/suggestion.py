@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl.config.registry import choose
 from raydpfl.data.columns import KINDS, READERS, Columns, column_error, is_list, is_text, labels
 from raydpfl.data.inputs import inputs
-from raydpfl.data.sources import FAMILY, Data, Split
+from raydpfl.data.sources import Split, parse
 from raydpfl.data.sources.image_folder import SUFFIXES
 from raydpfl.errors import ConfigError
 from raydpfl.storage.files import find_file
@@ -53,14 +52,14 @@ class Suggestion:
         self.warnings: list[str] = []
         keys = {**_source(files, root), **overrides}
         location = {name: keys[name] for name in LOCATION if name in keys}
-        table = _parse(location).table(root)
+        table = parse(location).table(root)
         if table is not None:
             fields = self._columns(table, keys)
             keys = {**({} if "kind" in fields else location), **fields, **overrides}
         texts = (f"{name}: {keys[name]}" for name in LOCATION[:4] if name in keys)
         self.notes.insert(0, f"data: {', '.join(texts)}")
         split = self._clients(keys, root)
-        counts = _parse(keys).counted(root)
+        counts = parse(keys).counted(root)
         self.notes += [f"{name}: {count:,}" for name, count in counts.items()]
         self.notes.append(f"no noise; private for each client with {PRIVATE_OVERRIDES}")
         self.tree: dict[str, Any] = {
@@ -130,14 +129,14 @@ class Suggestion:
 
     def _clients(self, keys: dict[str, Any], root: Path | None) -> Split:
         """The samples of the clients, with notes; adds the partition to `keys`."""
-        natural = _parse(keys).knows_clients()
+        natural = parse(keys).knows_clients()
         keys.setdefault(*("partition", {"kind": "natural"}) if natural else ("clients", CLIENTS))
         try:
-            split = _parse(keys).split(0, root)
+            split = parse(keys).split(0, root)
         except ConfigError:
             if natural or keys["clients"] == 2:
                 raise
-            split = _parse({**keys, "clients": 2}).split(0, root)  # of so few rows
+            split = parse({**keys, "clients": 2}).split(0, root)  # of so few rows
         count = int((split.sizes < 2).sum())
         if natural and count:
             remedy = "data.partition.least=2 leaves them out"
@@ -172,10 +171,6 @@ class Suggestion:
             return LR
         self.warnings.append(f"local.lr is {rate:g}, as inputs are large: scale them for more")
         return rate
-
-
-def _parse(keys: Mapping[str, Any]) -> Data:
-    return choose("data", keys, FAMILY, Data)
 
 
 def _source(files: list[str], root: Path | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from PIL import Image
 from raydpfl import data
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import embedded
-from raydpfl.data.sources.torchvision import Mnist
+from raydpfl.data.sources.image_sets import Mnist
 
 
 def table(**keys):

@@ -14,10 +14,13 @@ Public, because published: the normalisation constants. They belong to the publi
 are not the published ones.
 """
 
-from raydpfl.config.registry import family
+from collections.abc import Mapping
+from typing import Any
+
+from raydpfl.config.registry import choose, family
 from raydpfl.data.sources.base import Data, InMemoryData, Maker, Samples, Split
 
-__all__ = ["FAMILY", "Data", "InMemoryData", "Maker", "Samples", "Split"]
+__all__ = ["FAMILY", "Data", "InMemoryData", "Maker", "Samples", "Split", "parse"]
 
 FIRST = (
     "fashion_mnist_mini", "mnist", "fashion_mnist", "emnist_digits", "cifar10", "cifar10_jpeg",
@@ -25,3 +28,8 @@ FIRST = (
     "table", "text", "image_folder", "hugging_face", "synthetic", "quadratics", "scalar_quadratics",
 )  # fmt: skip
 FAMILY: dict[str, type[Data]] = family(__name__, Data, FIRST)
+
+
+def parse(values: Mapping[str, Any]) -> Data:
+    """The `data` section of a config. Raises `ConfigError`."""
+    return choose("data", values, FAMILY, Data)

@@ -31,21 +31,14 @@ class HuggingFaceData(Tabular):
     train: str = Field(default="train", description="a split")
     test: str | None = Field(default=None, description="a split; None: rows of `train`")
 
-    def sources(self, root: Path | None) -> list:
+    def source(self, part: str, name: str, root: Path | None) -> list[str]:
         folder = self.folder(root)
-        splits = [name for name in (self.train, self.test) if name is not None]
         if folder is None:
-            return [[name, _load_split(self.path, name)._fingerprint] for name in splits]
-        digests = {name: map(digest, self._files(folder, name)) for name in splits}
-        return [
-            [name, hashlib.sha256("".join(file_digests).encode()).hexdigest()]
-            for name, file_digests in digests.items()
-        ]
+            return [name, _load_split(self.path, name)._fingerprint]
+        file_digests = map(digest, self._files(folder, name))
+        return [name, hashlib.sha256("".join(file_digests).encode()).hexdigest()]
 
-    def columns(self, part: str, root: Path | None) -> Columns | None:
-        name = getattr(self, part)
-        if name is None:
-            return None
+    def read(self, part: str, name: str, root: Path | None) -> Columns:
         folder = self.folder(root)
         try:
             if folder is None:

@@ -38,21 +38,15 @@ class ImageFolder(Tabular):
         default=None, description="grey (1) or RGB (3), that images are made"
     )
 
-    def sources(self, root: Path | None) -> list:
-        paths = []
-        for part in ("train", "test"):
-            if getattr(self, part) is not None:
-                folder, images = self._images(part, root)
-                facts = hashlib.sha256()
-                for path in images:
-                    facts.update(f"{path.relative_to(folder)} {digest(path)}\n".encode())
-                paths.append([part, facts.hexdigest()])
-        return paths
+    def source(self, part: str, name: str, root: Path | None) -> list[str]:
+        folder, paths = self._images(part, name, root)
+        facts = hashlib.sha256()
+        for path in paths:
+            facts.update(f"{path.relative_to(folder)} {digest(path)}\n".encode())
+        return [part, facts.hexdigest()]
 
-    def columns(self, part: str, root: Path | None) -> Columns | None:
-        if getattr(self, part) is None:
-            return None
-        folder, paths = self._images(part, root)
+    def read(self, part: str, name: str, root: Path | None) -> Columns:
+        folder, paths = self._images(part, name, root)
         places = [path.relative_to(folder).parts for path in paths]
         columns = {
             "image": [self._read_image(path) for path in paths],
@@ -63,9 +57,8 @@ class ImageFolder(Tabular):
         arrays = {name: pa.chunked_array([values]) for name, values in columns.items()}
         return Columns(folder.name, arrays, part, ["/".join(place) for place in places])
 
-    def _images(self, part: str, root: Path | None) -> tuple[Path, list[Path]]:
+    def _images(self, part: str, name: str, root: Path | None) -> tuple[Path, list[Path]]:
         """A folder, and the images of its classes in the order of their names."""
-        name = getattr(self, part)
         folder = find_file(f"data.{part}", name, root, "folder")
         levels, layout = ("*/*/*", "CLIENT/CLASS") if self.client else ("*/*", "CLASS")
         paths = sorted(

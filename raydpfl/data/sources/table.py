@@ -22,7 +22,7 @@ from pydantic import Field, field_validator, model_validator
 
 from raydpfl.config.registry import is_path
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.data.columns import Columns, column_array, column_error, is_list, labels, read_columns
+from raydpfl.data.columns import Columns, column_error, is_list, labels, named_array, read_columns
 from raydpfl.data.inputs import DType, cast_inputs, inputs
 from raydpfl.data.sources.base import InMemoryData, Samples
 from raydpfl.data.tokens import LARGEST, TOKENIZERS, Encoder, check, read_vocabulary
@@ -40,7 +40,7 @@ TOKENS = "the largest of inputs that stay whole numbers (data.dtype), which size
 
 
 class Tabular(InMemoryData):
-    """Base of the tables: `columns` gives the training rows, or the test rows.
+    """Base of the tables: `read` gives the training rows, or the test rows.
 
     Where there are no test rows, `split_by` says which rows are for testing (others than train and
     test are left out), or a `test_fraction` is drawn (but of no client, where `client` names them,
@@ -170,9 +170,7 @@ class Tabular(InMemoryData):
     def _texts(self, columns: Columns) -> list[str]:
         """The column of text. Raises `ConfigError`."""
         (name,) = self.x
-        if name not in columns:
-            raise column_error("data.x", name, columns)
-        texts = column_array(columns[name], name, "data.x").tolist()
+        texts = named_array(columns, name, "data.x").tolist()
         if not all(isinstance(text, str) for text in texts):
             raise ConfigError("data.x", name, "a column of text with data.tokenizer")
         return texts
@@ -207,14 +205,24 @@ class Tabular(InMemoryData):
         whole = self.dtype == "int64" or (self.dtype == "auto" and len(self.x) == 1)
         return (*exclusions, TOKENS) if whole and not (self.features or self.mean) else exclusions
 
-    def columns(self, part: str, root: Path | None) -> Columns | None:
-        """The columns of `train` or `test` rows, None: there are none. Raises `ConfigError`."""
+    def read(self, part: str, name: str, root: Path | None) -> Columns:
+        """The columns of the `train` or `test` rows, by what names them. Raises `ConfigError`."""
         raise NotImplementedError
 
+    def source(self, part: str, name: str, root: Path | None) -> list[str]:
+        """What the contents of these rows are known by. Raises `ConfigError`."""
+        raise NotImplementedError
+
+    def sources(self, root: Path | None) -> list:
+        return [self.source(part, name, root) for part, name in self._parts().items()]
+
+    def _parts(self) -> dict[str, str]:
+        """What names the rows for training, and those for testing where there are any."""
+        names = {part: getattr(self, part) for part in ("train", "test")}
+        return {part: name for part, name in names.items() if name is not None}
+
     def _train(self, root: Path | None) -> Columns:
-        columns = self.columns("train", root)
-        assert columns is not None
-        return columns
+        return self.read("train", self._parts()["train"], root)
 
     def knows_clients(self) -> bool:
         return self.client is not None
@@ -226,8 +234,8 @@ class Tabular(InMemoryData):
         train = self._train(root)
         encoder = self._encoder(root)
         x, y, client = self._rows(train, encoder)
-        test = self.columns("test", root)
-        if test is not None:
+        if "test" in self._parts():
+            test = self.read("test", self._parts()["test"], root)
             test_x, test_y, _ = self._rows(test, encoder)
             if test_x.shape[1:] != x.shape[1:]:
                 expected = f"samples like those of {train.name}: {x.shape[1:]}"
@@ -275,7 +283,7 @@ class Tabular(InMemoryData):
             x, y = x[:, :-1], np.where(encoder.known(x), x, self.task.ignore_index())[:, 1:]
         else:
             y = labels([columns[name] for name in self.targets], self.targets, "data.y")
-        client = column_array(columns[owner], owner, "data.client") if owner else None
+        client = named_array(columns, owner, "data.client") if owner else None
         if client is not None and client.dtype.kind == "f" and not np.isfinite(client).all():
             row = np.argmin(np.isfinite(client))
             expected = f"a column without gaps; row {row} of {columns.name} is one"
@@ -309,9 +317,7 @@ class Tabular(InMemoryData):
             test_mask = np.zeros(rows, bool)
             test_mask[order[: max(1, round(self.test_fraction * rows))]] = True
             return ~test_mask, test_mask
-        if self.split_by not in train:
-            raise column_error("data.split_by", self.split_by, train)
-        column = column_array(train[self.split_by], self.split_by, "data.split_by").astype(str)
+        column = named_array(train, self.split_by, "data.split_by").astype(str)
         values = np.char.lower(column)
         train_mask, test_mask = values == "train", values == "test"
         if not train_mask.any() or not test_mask.any():
@@ -359,10 +365,8 @@ class TableFile(Tabular):
     train: str = Field(description="a file, absolute, or relative to data root or working folder")
     test: str | None = Field(default=None, description="as `train`")
 
-    def sources(self, root: Path | None) -> list:
-        files = {"train": self.train} | ({"test": self.test} if self.test else {})
-        return [file_identity(f"data.{key}", name, root) for key, name in files.items()]
+    def source(self, part: str, name: str, root: Path | None) -> list[str]:
+        return file_identity(f"data.{part}", name, root)
 
-    def columns(self, part: str, root: Path | None) -> Columns | None:
-        name = getattr(self, part)
-        return None if name is None else read_columns(f"data.{part}", name, root, part)
+    def read(self, part: str, name: str, root: Path | None) -> Columns:
+        return read_columns(f"data.{part}", name, root, part)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field, SerializeAsAny, field_validator
 
-from raydpfl.data.columns import KINDS, READERS, column_array, column_error, read_columns
+from raydpfl.data.columns import KINDS, READERS, named_array, read_columns
 from raydpfl.data.partitions import Natural, Partition
 from raydpfl.data.sources.base import InMemoryData, Samples
 from raydpfl.errors import ConfigError, one_line
@@ -113,11 +113,8 @@ class Text(InMemoryData):
                 raise ConfigError("data.path", self.path, expected) from None
             return self._speeches(text)
         columns = read_columns("data.path", self.path, root)
-        for field in ("text", "client"):
-            if getattr(self, field) not in columns:
-                raise column_error(f"data.{field}", getattr(self, field), columns)
-        texts = column_array(columns[self.text], self.text, "data.text").astype(str)
-        clients = column_array(columns[self.client], self.client, "data.client").astype(str)
+        texts = named_array(columns, self.text, "data.text").astype(str)
+        clients = named_array(columns, self.client, "data.client").astype(str)
         lines_by_client: dict[str, list[str]] = {}
         for name, text in zip(clients.tolist(), texts.tolist(), strict=True):
             lines_by_client.setdefault(name, []).append(text)
