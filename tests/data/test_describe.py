@@ -102,7 +102,9 @@ def saved_parts(folder):
 SPLIT = np.where(np.arange(ROWS) % 5, "train", "test")
 WRITTEN = {"input_ids": list(TOKENS), "label": (TOKENS[:, 0] > 9).astype(int)}
 AUTHORS = [f"u{row % 9}" for row in range(ROWS)]
-POSITIONS = {"tokens": list(TOKENS), "labels": list((TOKENS + 1) % 20), "author": AUTHORS}
+POSITIONS = parquet(tokens=list(TOKENS), labels=list((TOKENS + 1) % 20), author=AUTHORS)
+USERS = table_of(**COLUMNS, label=NAMES, user_id=np.arange(ROWS) % 12)
+PARTS = table_of("\t", **COLUMNS, label=CLASS, split=SPLIT)
 SIGNS = pa.table({**COLUMNS, "y": 2 * (CLASS > 0) - 1})
 IMAGES = DRAWN.integers(0, 256, (ROWS, 9, 9, 3)).astype(np.uint8)
 FOX = "the quick brown fox jumps over the lazy dog"
@@ -114,33 +116,17 @@ LISTED = [
     for x, y in zip(FLOATS.reshape(ROWS, 2, 2), CLASS, strict=True)
 ]
 TAGGED = [{"x": x, "labels": [f"t{k}" for k in range(3) if x[k] > 0]} for x in FLOATS.tolist()]
-POSTED = [{"user": f"u{row % 4}", "text": f"{FOX} {row}"} for row in range(40)]
+POSTED = rows_of(*({"user": f"u{row % 4}", "text": f"{FOX} {row}"} for row in range(40)))
 # by name of a file, or a folder: how it is made, some of the fields that are suggested, the model
 GOOD = {
-    "users.csv": (
-        table_of(**COLUMNS, label=NAMES, user_id=np.arange(ROWS) % 12),
-        {"client": "user_id", "partition": {"kind": "natural"}},
-        "softmax",
-    ),
-    "prices.csv": (
-        prices,
-        {"x": ["f0", "f1", "f2", "f3"], "y": "price", "task": "regression"},
-        "linear",
-    ),
-    "parts.tsv": (
-        table_of("\t", **COLUMNS, label=CLASS, split=SPLIT),
-        {"split_by": "split"},
-        "softmax",
-    ),
+    "users.csv": (USERS, {"client": "user_id", "partition": {"kind": "natural"}}, "softmax"),
+    "prices.csv": (prices, {"x": [*COLUMNS], "y": "price", "task": "regression"}, "linear"),
+    "parts.tsv": (PARTS, {"split_by": "split"}, "softmax"),
     "train.csv": (two_files, {"test": "test.csv"}, "softmax"),
     "lists.jsonl": (rows_of(*LISTED), {"x": "features", "y": "target"}, "softmax"),
     "tags.jsonl": (rows_of(*TAGGED), {"task": "multi_label", "y": "labels"}, "linear"),
     "tokens.parquet": (parquet(**WRITTEN), {"x": "input_ids"}, "transformer"),
-    "positions.parquet": (
-        parquet(**POSITIONS),
-        {"task": "sequence", "client": "author"},
-        "transformer",
-    ),
+    "positions.parquet": (POSITIONS, {"task": "sequence", "client": "author"}, "transformer"),
     "signs.arrow": (
         lambda file: pa.feather.write_feather(SIGNS, file),
         {"classes": ["-1", "1"]},
@@ -154,11 +140,7 @@ GOOD = {
     "pixels.npz": (arrays_of(x=IMAGES, y=CLASS), {"x": "x", "y": "y"}, "cnn"),
     "pictures": (folders(""), {"kind": "image_folder"}, "cnn"),
     "parted": (folders("train", "test"), {"test": "parted/test"}, "cnn"),
-    "posts.jsonl": (
-        rows_of(*POSTED),
-        {"kind": "text", "text": "text", "client": "user"},
-        "transformer",
-    ),
+    "posts.jsonl": (POSTED, {"kind": "text", "text": "text", "client": "user"}, "transformer"),
     "play.txt": (text_of(PLAY), {"kind": "text", "path": "play.txt"}, "transformer"),
     "saved": (
         lambda folder: saved_to_disk(folder, SAVED, ("cat", "dog", "bird")),
@@ -199,7 +181,7 @@ def test_the_advice_for_wide_numbers_does_not_diverge(size, target, tmp_path, mo
 
 
 def test_the_advice_is_made_private_as_it_says(tmp_path, monkeypatch):
-    table_of(**COLUMNS, label=NAMES, user_id=np.arange(ROWS) % 12)(tmp_path / "a.csv")
+    USERS(tmp_path / "a.csv")
     monkeypatch.chdir(tmp_path)
     found = data.Suggestion(["a.csv"], {}, tmp_path)
     told = found.notes[-1].removeprefix("no noise; private for each client with ")
