@@ -68,7 +68,6 @@ class Privacy(Section):
         ge=0,
         description="clients who tell an observer all they know; guarantees against these too",
     )
-
     individual: Annotated[float, Field(gt=0)] | SerializeAsAny[BudgetDistribution] | None = Field(
         default=None,
         description=(
@@ -229,7 +228,6 @@ class Evaluate(Section):
             "population then"
         ),
     )
-
     metrics: Literal["auto"] | tuple[SerializeAsAny[Metric], ...] = Field(
         default="auto",
         description=(
@@ -237,7 +235,6 @@ class Evaluate(Section):
             "the task says. The loss and the accuracy are always there"
         ),
     )
-
     per_client: SerializeAsAny[Metric] | None = Field(
         default=None,
         description=(
@@ -295,10 +292,8 @@ class Evaluate(Section):
             self.stop.check(scores if self.validation else (), metrics)
         share = self.validation if isinstance(self.validation, float) else 0.0
         if self.fine_tune and not (self.per_client and share):
-            expected = (
-                "none without evaluate.per_client, the metric that a client is scored by, and "
-            )
-            expected += "evaluate.validation, a share of its rows that it is scored on"
+            expected = "none without evaluate.per_client, the metric that a client is scored by, "
+            expected += "and evaluate.validation, a share of its rows that it is scored on"
             raise ConfigError("evaluate.fine_tune", self.fine_tune.kind, expected)
         if self.histogram is None:
             return

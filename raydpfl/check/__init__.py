@@ -51,7 +51,7 @@ from raydpfl.check import (
 )
 from raydpfl.check.claims import Claims
 from raydpfl.check.contract import Clause, ClauseFunction, check_clause, clauses_of
-from raydpfl.check.example import BASE_CONFIG, SECTIONS, Example, base_sections, examples_of
+from raydpfl.check.example import BASE_CONFIG, BASE_SECTIONS, BASE_SECTIONS_OF, SECTIONS, Example
 from raydpfl.config import user_classes
 from raydpfl.config.registry import load, user_class
 from raydpfl.errors import ConfigError
@@ -204,14 +204,21 @@ def _clause_cases(
         yield from ((clause, case, settings) for clause in clauses_of(*modules))
 
 
-def _examples(section: str, cls: type, path: str, overrides: tuple[str, ...]) -> list[Example]:
-    """The examples of a member, each valid, in the experiments around it."""
+def _examples(section: str, cls: Any, path: str, overrides: tuple[str, ...]) -> list[Example]:
+    """The examples of a member, each valid, in the experiments around it. Raises `ConfigError`."""
     own_overrides = [text for text in overrides if text.startswith(f"{section}.")]
     outer_overrides = tuple(text for text in overrides if text not in own_overrides)
     _check_overrides(outer_overrides, section)
+    expected = "a class variable examples, a tuple of mappings of fields, each a setting worth "
+    expected += "running: examples: ClassVar = ({'bound': 1.0},)"
+    if not isinstance(cls.examples, (tuple, list)) or not cls.examples:
+        raise ConfigError(f"{section}.kind", path, f"a class with {expected}")
+    if not all(isinstance(fields, Mapping) for fields in cls.examples):
+        raise ConfigError(f"{section}.examples", cls.examples, expected)
+    examples = [{"kind": path, **fields} for fields in cls.examples]
     cases = [
         Example(section, overridden({section: example}, own_overrides)[section], outer_overrides)
-        for example in examples_of(cls, section, path)
+        for example in examples
     ]
     for case in cases:
         try:
@@ -225,7 +232,7 @@ def _examples(section: str, cls: type, path: str, overrides: tuple[str, ...]) ->
 def _check_overrides(overrides: tuple[str, ...], section: str) -> None:
     """Raises `ConfigError` for overrides that no experiment takes."""
     first_error = None
-    for sections in base_sections(section):
+    for sections in BASE_SECTIONS_OF.get(section, BASE_SECTIONS):
         try:
             Experiment.from_dict(overridden({**BASE_CONFIG, **sections}, overrides))
             return

@@ -5,6 +5,7 @@ import pickle
 import time
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from raydpfl.check.contract import check_shapes, close, hold, normals, tensor
 from raydpfl.check.example import Example
 from raydpfl.core import native
-from raydpfl.core.messages import Facts, View, check_bound
+from raydpfl.core.messages import Facts, check_bound
 from raydpfl.core.prng import keyed_globals
 from raydpfl.errors import ConfigError
 from raydpfl.methods.bounding import Bounding
@@ -51,11 +52,6 @@ def norms(bound: float) -> torch.Tensor:
 def _factors(case: Example, norms: torch.Tensor, bound: float) -> torch.Tensor:
     with keyed_globals(1):  # as in a run
         return case.member.factors(norms.clone(), bound)
-
-
-def _single_client_view(view: View, place: int) -> View:
-    client_state = view.state[place : place + 1]
-    return replace(view, load_state=lambda: client_state)
 
 
 def _bounds(case: Example) -> list[float]:
@@ -157,7 +153,7 @@ def each_alone(case: Example) -> str:
     hold(block.shape == updates.shape, f"send gives {list(block.shape)}")
     states = case.member.next_state(block.clone(), block * 0.5, view)
     for place in (0, 7, BLOCK_CLIENTS - 1):
-        client_view = _single_client_view(view, place)
+        client_view = replace(view, load_state=partial(view.state.narrow, 0, place, 1))
         update = case.member.send(updates[place : place + 1].clone(), client_view)
         hold(close(update[0], block[place]), f"client {place} alone sends something else")
         if states is not None:

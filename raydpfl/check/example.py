@@ -2,7 +2,6 @@
 
 import copy
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +14,7 @@ from raydpfl import experiment, models
 from raydpfl.check.contract import UnsupportedMember, UntriedClause, tensor
 from raydpfl.check.runs import RecordingCoordinator, run_plan
 from raydpfl.config.overrides import Spec
-from raydpfl.config.registry import Member, choose
+from raydpfl.config.registry import choose
 from raydpfl.core.messages import View
 from raydpfl.errors import USER_EXCEPTIONS, ConfigError
 from raydpfl.experiment import Experiment, overridden
@@ -172,7 +171,7 @@ class Example:
         refusal = ""
         # the example has those of its own section
         overrides = [text for text in self.overrides if not text.startswith(f"{self.section}.")]
-        for sections in base_sections(self.section):
+        for sections in BASE_SECTIONS_OF.get(self.section, BASE_SECTIONS):
             tree = overridden(self.tree(**sections), overrides)
             try:
                 return resolve(Experiment.from_dict(tree)), refusal
@@ -226,20 +225,3 @@ class Example:
         except USER_EXCEPTIONS as error:  # a user's code may raise anything
             self._run_failed = not isinstance(error, UnsupportedMember)
             raise
-
-
-def base_sections(section: str) -> tuple[dict[str, Any], ...]:
-    """The experiments that members of a section are tried in, private ones first."""
-    return BASE_SECTIONS_OF.get(section, BASE_SECTIONS)
-
-
-def examples_of(cls: type[Member], section: str, path: str) -> tuple[dict[str, Any], ...]:
-    """The class's examples as sections of a config. Raises `ConfigError` where it has none."""
-    examples = cls.examples
-    expected = "a class variable examples, a tuple of mappings of fields, each a setting worth "
-    expected += "running: examples: ClassVar = ({'bound': 1.0},)"
-    if not isinstance(examples, (tuple, list)) or not examples:
-        raise ConfigError(f"{section}.kind", path, f"a class with {expected}")
-    if not all(isinstance(fields, Mapping) for fields in examples):
-        raise ConfigError(f"{section}.examples", examples, expected)
-    return tuple({"kind": path, **fields} for fields in examples)

@@ -63,31 +63,28 @@ def inputs(column: Any, name: str, row_names: Sequence[str] = ()) -> np.ndarray:
     """[rows], or [rows, *shape]: uint8 (images), integers or floats as they are. `row_names`: the
     names of rows, for messages. Raises `ConfigError` on the field `data.x`.
     """
-    try:
-        return _samples(column, name, row_names)
-    except (pa.ArrowException, NotImplementedError) as error:
-        raise ConfigError("data.x", name, f"{INPUTS}, not {column.type} ({error})") from None
-
-
-def _samples(column: Any, name: str, row_names: Sequence[str]) -> np.ndarray:
     if isinstance(column, np.ndarray):
         return _array(column, name, column.dtype)
     kind = column.type
     check_gaps(column, name, "data.x")
-    column = column.combine_chunks()
-    if pa.types.is_run_end_encoded(kind):
-        column = pc.run_end_decode(column)
-    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        column = column.field("bytes")
-    if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
-        return _decode(column, name, row_names)
-    shape = [len(column)]
-    while pa.types.is_nested(column.type) and not pa.types.is_struct(column.type):
-        shape.append(_length(column, name))
-        column = column.flatten()
-    if column.null_count:
-        raise ConfigError("data.x", name, "lists without gaps")
-    return _array(column.to_numpy(zero_copy_only=False).reshape(shape), name, kind)
+    try:
+        column = column.combine_chunks()
+        if pa.types.is_run_end_encoded(kind):
+            column = pc.run_end_decode(column)
+        if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+            column = column.field("bytes")
+        if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
+            return _decode(column, name, row_names)
+        shape = [len(column)]
+        while pa.types.is_nested(column.type) and not pa.types.is_struct(column.type):
+            shape.append(_length(column, name))
+            column = column.flatten()
+        if column.null_count:
+            raise ConfigError("data.x", name, "lists without gaps")
+        values = column.to_numpy(zero_copy_only=False).reshape(shape)
+    except (pa.ArrowException, NotImplementedError) as error:
+        raise ConfigError("data.x", name, f"{INPUTS}, not {kind} ({error})") from None
+    return _array(values, name, kind)
 
 
 def _length(column: pa.Array, name: str) -> int:
@@ -106,9 +103,8 @@ def _array(values: np.ndarray, name: str, kind: object) -> np.ndarray:
     if values.dtype.kind not in "biuf":
         raise ConfigError("data.x", name, f"{INPUTS}, not {kind} (encode it as numbers)")
     if not values.ndim or not all(values.shape[1:]):
-        raise ConfigError(
-            "data.x", name, f"at least one number to a row; this array has shape {values.shape}"
-        )
+        expected = f"at least one number to a row; this array has shape {values.shape}"
+        raise ConfigError("data.x", name, expected)
     if values.dtype != np.uint8 or values.ndim < 3:
         return values
     if values.ndim == 3:

@@ -175,9 +175,8 @@ class FileRows(RowReader):
             return [(int(self._clients.first[client]), int(self._clients.sizes[client]))]
         rows = self._clients.rows(client, row_indices)
         batches = np.searchsorted(self._starts, rows, side="right")
-        run_starts = np.flatnonzero(
-            (np.diff(rows, prepend=-2) != 1) | (np.diff(batches, prepend=0) != 0)
-        )
+        gap_mask = np.diff(rows, prepend=-2) != 1
+        run_starts = np.flatnonzero(gap_mask | (np.diff(batches, prepend=0) != 0))
         counts = np.diff(run_starts, append=len(rows))
         return list(zip(rows[run_starts].tolist(), counts.tolist(), strict=True))
 

@@ -164,9 +164,9 @@ def _write(
     if holdout is not None and holdout.clients is not None:
         client_mask = ~holdout.clients
         counts.validation = counts.validation[holdout.clients]
-        sizes, counts.classes, counts.commonest_rows = (
-            column[client_mask] for column in (sizes, counts.classes, counts.commonest_rows)
-        )
+        sizes = sizes[client_mask]
+        counts.classes = counts.classes[client_mask]
+        counts.commonest_rows = counts.commonest_rows[client_mask]
     test = rows_batch(*split.test())
     write_batch(folder / "test.arrow", test)
     columns = {"first": np.cumsum(sizes) - sizes, "size": sizes}
@@ -196,9 +196,8 @@ def _write_rows(split: Split, holdout: HeldOutRows | None, counts: _Counts, fold
     sizes = holdout.sizes if holdout else split.sizes
     max_rows = BATCH_BYTES // _row_bytes(split)
     with ExitStack() as stack:
-        train, validation = (
-            RowWriter(folder / f"{name}.arrow", stack) for name in ("train", "validation")
-        )
+        train = RowWriter(folder / "train.arrow", stack)
+        validation = RowWriter(folder / "validation.arrow", stack)
         client = 0
         while client < len(ends):
             row_limit = ends[client] - split.sizes[client] + max_rows
@@ -225,9 +224,8 @@ def _write_shared_samples(
     step = max(1, BATCH_BYTES // _row_bytes(split))
     targets = []
     with ExitStack() as stack:
-        train, validation = (
-            RowWriter(folder / f"{name}.arrow", stack) for name in ("train", "validation")
-        )
+        train = RowWriter(folder / "train.arrow", stack)
+        validation = RowWriter(folder / "validation.arrow", stack)
         if holdout:
             held_out_mask, scored_mask = holdout.rows(0, len(split.sizes))
             counts.validation = per_client(scored_mask, split.sizes)

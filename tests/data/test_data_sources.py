@@ -30,14 +30,33 @@ def encoded(pixels, form="PNG"):
     return buffer.getvalue()
 
 
-def write_idx(folder: Path, prefix: str, images: np.ndarray, labels: np.ndarray) -> None:
+PREFIXES = {
+    "MNIST": ("train", "t10k"),
+    "EMNIST": ("emnist-digits-train", "emnist-digits-test"),
+}
+
+
+def write_idx(root: Path, images: np.ndarray, name: str = "MNIST", parts: int = 2) -> None:
+    """The files of training rows, and of test rows, of a set of these images of classes 0 to 9."""
+    folder = root / name / "raw"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{prefix}-images-idx3-ubyte").write_bytes(
-        struct.pack(">IIII", 0x803, *images.shape) + images.tobytes()
-    )
-    (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(
-        struct.pack(">II", 0x801, len(labels)) + labels.astype(np.uint8).tobytes()
-    )
+    labels = np.arange(len(images)) % 10
+    for prefix in PREFIXES[name][:parts]:
+        header = struct.pack(">IIII", 0x803, *images.shape)
+        (folder / f"{prefix}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        header = struct.pack(">II", 0x801, len(labels))
+        (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(header + bytes(labels.tolist()))
+
+
+def write_table(folder: Path, **columns) -> None:
+    pq.write_table(pa.table(columns), folder / "t.parquet")
+
+
+WRITERS = {
+    "parquet": lambda columns, path: pq.write_table(pa.table(columns), path),
+    "arrow": lambda columns, path: pa.feather.write_feather(pa.table(columns), path),
+    "npz": lambda columns, path: np.savez_compressed(path, **columns),
+}
 
 
 def test_the_embedded_files_are_small_balanced_and_licensed():
@@ -60,10 +79,8 @@ def test_torchvision_sets_are_read_in_torchvisions_layout(tmp_path):
     generator = np.random.default_rng(0)
     images = generator.integers(0, 256, (30, 28, 28), dtype=np.uint8)
     labels = np.arange(30) % 10
-    for prefix in ("train", "t10k"):
-        write_idx(tmp_path / "MNIST" / "raw", prefix, images, labels)
-    for prefix in ("emnist-digits-train", "emnist-digits-test"):
-        write_idx(tmp_path / "EMNIST" / "raw", prefix, images, labels)
+    for name in PREFIXES:
+        write_idx(tmp_path, images, name)
     described = data.parse({"kind": "mnist", "clients": 2})
     assert [name for name, *_ in described.identity(tmp_path)] == list(Mnist.file_names)
     assert data.Shards.open(data.prepare(described, 0, tmp_path)).describe()["samples"] == 30
@@ -121,9 +138,7 @@ def test_cifar10_as_jpeg_images_is_read_from_its_folder_under_the_root(tmp_path)
 
 
 def test_normalizing_pixels_that_are_not_the_published_ones_is_refused(tmp_path):
-    pixels = np.full((5, 28, 28), 9, np.uint8)
-    for prefix in ("train", "t10k"):
-        write_idx(tmp_path / "MNIST" / "raw", prefix, pixels, np.arange(5))
+    write_idx(tmp_path, np.full((5, 28, 28), 9, np.uint8))
     measured = r"mean and std are \[0.035\] and \[0.0\], not \(0.1307,\)"
     with refusal(f"data.normalize = True: expected false: {measured}"):
         data.parse({"kind": "mnist", "clients": 2, "normalize": True}).split(0, tmp_path)
@@ -143,17 +158,12 @@ def test_a_data_set_that_is_not_there_says_where_it_was_looked_for(kind, tmp_pat
         assert not list(tmp_path.iterdir())  # nothing was made
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow", "npz"])
+@pytest.mark.parametrize("suffix", WRITERS)
 def test_columns_of_numbers_become_features(suffix, tmp_path):
     columns = {"a": np.arange(10.0), "b": np.arange(10) * 2, "label": np.arange(10) % 3}
-    path = tmp_path / f"t.{suffix}"
-    if suffix == "parquet":
-        pq.write_table(pa.table(columns), path)
-    elif suffix == "arrow":
-        pa.feather.write_feather(pa.table(columns), path)
-    else:
-        np.savez(path, **columns)
-    found = table(train=path.name, test=path.name, x=["a", "b"]).samples(0, tmp_path)
+    name = f"t.{suffix}"
+    WRITERS[suffix](columns, tmp_path / name)
+    found = table(train=name, test=name, x=["a", "b"]).samples(0, tmp_path)
     assert found.x.dtype == np.float32
     assert np.array_equal(found.x, np.stack([columns["a"], columns["b"]], 1))
     assert np.array_equal(found.y, columns["label"]) and np.array_equal(found.test_x, found.x)
@@ -165,30 +175,25 @@ def test_encoded_images_are_decoded_channels_first(form, tmp_path):
     images = [encoded(image) for image in pixels]
     column = images if form == "bytes" else [{"bytes": image, "path": None} for image in images]
     labels = [f"class {row % 3}" for row in range(12)]
-    pq.write_table(pa.table({"image": column, "label": labels}), tmp_path / "t.parquet")
+    write_table(tmp_path, image=column, label=labels)
     found = table(train="t.parquet", test="t.parquet").samples(0, tmp_path)
     assert np.array_equal(found.x, pixels.transpose(0, 3, 1, 2))
     assert np.array_equal(found.y, np.arange(12) % 3)
 
 
 @pytest.mark.parametrize(
-    ("stored", "shape"),
-    [
-        ((9, 6, 6), (1, 6, 6)),
-        ((9, 3, 6, 6), (3, 6, 6)),
-        ((9, 6, 6, 3), (3, 6, 6)),
-        ((9, 6, 6, 1), (1, 6, 6)),
-    ],
+    ("shape", "channels"),
+    [((6, 6), 1), ((3, 6, 6), 3), ((6, 6, 3), 3), ((6, 6, 1), 1)],
 )
-def test_arrays_of_images_are_read_channels_first_or_last(stored, shape, tmp_path):
-    image = np.arange(np.prod(stored)).reshape(stored).astype(np.uint8)
+def test_arrays_of_images_are_read_channels_first_or_last(shape, channels, tmp_path):
+    image = np.arange(9 * np.prod(shape)).reshape(9, *shape).astype(np.uint8)
     np.savez(tmp_path / "t.npz", image=image, label=np.zeros(9, int))
-    assert table(train="t.npz").samples(0, tmp_path).x.shape[1:] == shape
+    assert table(train="t.npz").samples(0, tmp_path).x.shape[1:] == (channels, 6, 6)
 
 
 def test_lists_become_features_and_rows_held_out_are_not_trained_on(tmp_path):
     rows = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
-    pq.write_table(pa.table({"v": list(rows), "label": np.zeros(40, int)}), tmp_path / "t.parquet")
+    write_table(tmp_path, v=list(rows), label=np.zeros(40, int))
     found = table(train="t.parquet", x="v", test_fraction=0.25).samples(0, tmp_path)
     assert len(found.test_x) == 10
     every = np.concatenate([found.x, found.test_x])
@@ -197,8 +202,7 @@ def test_lists_become_features_and_rows_held_out_are_not_trained_on(tmp_path):
 
 def test_a_column_of_ids_makes_natural_clients(tmp_path):
     ids = np.random.default_rng(0).choice(["ann", "bob", "eve"], 30)
-    columns = {"a": np.arange(30), "label": np.zeros(30, int), "who": ids}
-    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    write_table(tmp_path, a=np.arange(30), label=np.zeros(30, int), who=ids)
     natural = {"client": "who", "partition": {"kind": "natural"}, "clients": None}
     described = table(train="t.parquet", test="t.parquet", x="a", **natural)
     split = described.split(0, tmp_path)
@@ -235,7 +239,7 @@ def test_what_is_wrong_with_a_table_is_said_in_one_line(keys, message, tmp_path)
         "image": [encoded(np.zeros((2, 2), np.uint8)), b"x", b"y", b"z"],
         "who": list("aabb"),
     }
-    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    write_table(tmp_path, **columns)
     (tmp_path / "broken.parquet").write_bytes(b"nonsense")
     with refusal(begins=message):
         table(**({"train": "t.parquet", "x": "a"} | keys)).split(0, tmp_path)
@@ -363,9 +367,8 @@ def test_images_that_no_one_could_want_are_refused_before_a_pixel_is_decoded(
     bomb, message, tmp_path
 ):
     images = BOMBS[bomb]
-    column = pa.array(images, pa.binary())
     labels = np.zeros(len(images), int)
-    pq.write_table(pa.table({"image": column, "label": labels}), tmp_path / "t.parquet")
+    write_table(tmp_path, image=pa.array(images, pa.binary()), label=labels)
     with refusal(begins=f"data.x: {message}"):
         table(train="t.parquet").split(0, tmp_path)
 
@@ -375,7 +378,7 @@ def test_large_images_of_flat_colour_and_progressive_ones_are_taken(tmp_path):
     progressive = io.BytesIO()
     Image.fromarray(flat).save(progressive, "JPEG", progressive=True, quality=100)
     for image in (encoded(flat), progressive.getvalue()):
-        pq.write_table(pa.table({"image": [image] * 2, "label": [0, 1]}), tmp_path / "t.parquet")
+        write_table(tmp_path, image=[image] * 2, label=[0, 1])
         assert (table(train="t.parquet", test="t.parquet").samples(0, tmp_path).x == 7).all()
 
 
@@ -384,8 +387,7 @@ LISTS = [pa.list_(pa.float32()), pa.binary(), pa.float32(), pa.struct([("bytes",
 
 @pytest.mark.parametrize("kind", LISTS, ids=str)
 def test_a_column_without_rows_is_refused(kind, tmp_path):
-    columns = {"v": pa.array([], kind), "label": pa.array([], pa.int64())}
-    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    write_table(tmp_path, v=pa.array([], kind), label=pa.array([], pa.int64()))
     with refusal(r"data.train = 't.parquet': expected a table with rows; this one has none"):
         table(train="t.parquet", x="v").split(0, tmp_path)
 
@@ -419,10 +421,7 @@ def test_a_small_file_of_more_than_memory_holds_is_refused_before_it_is_read(
     suffix, tmp_path, monkeypatch
 ):
     columns = {"v": np.zeros(1_000_000), "label": np.zeros(1_000_000, int)}
-    if suffix == "npz":
-        np.savez_compressed(tmp_path / "t.npz", **columns)
-    else:
-        pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    WRITERS[suffix](columns, tmp_path / f"t.{suffix}")
     assert (tmp_path / f"t.{suffix}").stat().st_size < 100_000
     free = type("Memory", (), {"available": 10_000_000})
     monkeypatch.setattr("raydpfl.storage.files.psutil.virtual_memory", lambda: free)
@@ -446,10 +445,8 @@ def test_images_of_torchvisions_files_have_a_limit_and_damaged_ones_are_named(
     most, damaged, message, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(data.sources.base, "LARGEST", most)
-    folder = tmp_path / "MNIST" / "raw"
-    for prefix in ("train", "t10k"):
-        write_idx(folder, prefix, np.zeros((4, 20, 20), np.uint8), np.arange(4))
-    path = folder / "train-images-idx3-ubyte"
+    write_idx(tmp_path, np.zeros((4, 20, 20), np.uint8))
+    path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
     path.write_bytes(damaged(path.read_bytes()))
     with refusal(f"data.kind = 'mnist': expected {message}"):
         data.parse({"kind": "mnist", "clients": 2}).split(0, tmp_path)
@@ -459,9 +456,7 @@ def downloaded(monkeypatch, broken=False):
     """Has MNIST "downloaded": by torchvision's own reader, from files that are written here."""
 
     def part(self, folder, train, download=False):
-        raw = folder / "MNIST" / "raw"
-        raw.mkdir(parents=True, exist_ok=True)
-        write_idx(raw, "train" if train else "t10k", np.zeros((5, 28, 28), np.uint8), np.arange(5))
+        write_idx(folder, np.zeros((5, 28, 28), np.uint8), parts=1 if train else 2)
         if broken and not train:
             raise OSError("the network is gone")
 

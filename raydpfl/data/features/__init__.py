@@ -22,6 +22,5 @@ from raydpfl.data.features.pca import principal_components
 
 __all__ = ["FAMILY", "Features", "principal_components"]
 
-FAMILY: dict[str, type[Features]] = family(
-    __name__, Features, ("pca", "resnet18", "random_filters")
-)
+FIRST = ("pca", "resnet18", "random_filters")
+FAMILY: dict[str, type[Features]] = family(__name__, Features, FIRST)

@@ -40,9 +40,8 @@ class LabelShards(Partition):
         quotas = 1 + apportion(shards - len(classes), weights, counts - 1)
         rows = generator.permutation(len(labels))
         rows = rows[np.argsort(labels[rows], kind="stable")]
-        lengths = np.concatenate(
-            [apportion(count, np.ones(quota)) for count, quota in zip(counts, quotas, strict=True)]
-        )
+        pairs = zip(counts, quotas, strict=True)
+        lengths = np.concatenate([apportion(count, np.ones(quota)) for count, quota in pairs])
         owner = np.empty(shards, np.int64)
         owner[generator.permutation(shards)] = np.arange(shards) // self.per_client
         order = np.argsort(np.repeat(owner, lengths), kind="stable")
@@ -152,9 +151,9 @@ def choose_classes(
     its supply, and for `min_clients` at least.
     """
     classes = len(supply)
-    counts = min_clients + apportion(
-        clients * k - classes * min_clients, supply * 1.0, np.full(classes, clients - min_clients)
-    )
+    places = clients * k - classes * min_clients
+    limits = np.full(classes, clients - min_clients)
+    counts = min_clients + apportion(places, supply * 1.0, limits)
     mask = np.zeros((clients, classes), bool)
     for row in range(clients):
         # A class wanted by as many clients as are left must be taken; so no row ever runs short of

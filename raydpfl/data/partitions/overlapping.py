@@ -52,9 +52,8 @@ class Overlapping(Partition):
         counts = self._counts(len(rows))
         smallest = min(map(len, rows))
         if max(counts) > smallest:
-            expected = (
-                f"one by which a client takes at most {smallest} of a class, not {max(counts)}"
-            )
+            limit = f"at most {smallest} of a class, not {max(counts)}"
+            expected = f"one by which a client takes {limit}"
             if self.classes is None:
                 expected = f"at most {len(rows) * smallest}: the smallest class times the classes"
             raise ConfigError("data.partition.per_client", self.per_client, expected)

@@ -55,9 +55,8 @@ class Quadratics(Data):
         for client in range(self.clients):
             generator = stream(seed, Purpose.DATA, client=client)
             x[client] = scale * generator.standard_normal((rank, d))
-            client_optimum = self.heterogeneity * (
-                generator.standard_normal(d) if self.optima == "normal" else generator.random(d)
-            )
+            draw = generator.standard_normal(d) if self.optima == "normal" else generator.random(d)
+            client_optimum = self.heterogeneity * draw
             rows = x[client].astype(np.float64)
             y[client] = rows @ client_optimum
             hessian += rows.T @ rows

@@ -57,9 +57,8 @@ class Synthetic(SizedData):
     classes: int = Field(default=10, ge=2, description="how many there are")
 
     def split(self, seed: int, root: Path | None) -> Split:
-        sizes = self.sizes.counts(
-            self.clients * self.samples, self.clients, stream(seed, Purpose.PARTITION)
-        )
+        generator = stream(seed, Purpose.PARTITION)
+        sizes = self.sizes.counts(self.clients * self.samples, self.clients, generator)
         shared_model = self._shared_model(seed)
 
         def draw_samples(clients: np.ndarray, counts: np.ndarray, step: int) -> Rows:
@@ -92,9 +91,8 @@ class Synthetic(SizedData):
 
     def _model(self, generator: np.random.Generator) -> np.ndarray:
         """Float32 [2 + features classes + classes + features]: normals for U, B, W, b, v."""
-        return generator.standard_normal(
-            2 + (self.features + 1) * self.classes + self.features, np.float32
-        )
+        count = 2 + (self.features + 1) * self.classes + self.features
+        return generator.standard_normal(count, np.float32)
 
     def _shared_model(self, seed: int) -> np.ndarray | None:
         """The model of all clients in the iid form, as `_model` gives one."""
