@@ -95,14 +95,14 @@ def test_torchvision_sets_are_read_in_torchvisions_layout(tmp_path):
     assert data.fetch("mnist", tmp_path) == tmp_path
 
 
-def test_a_class_of_ones_own_is_listed_and_has_nothing_to_fetch(tmp_path, monkeypatch):
-    (tmp_path / "faces.py").write_text(
+def test_a_class_of_ones_own_is_listed_and_has_nothing_to_fetch(tmp_path, own_module):
+    own_module(
+        "faces",
         "from raydpfl.data import InMemoryData\n"
         "class Faces(InMemoryData):\n    'Faces, in grey.'\n"
         "class Near(Faces):\n    'Near faces.'\n    @classmethod\n"
-        "    def located(cls, root):\n        return f'{root}/faces'\n"
+        "    def located(cls, root):\n        return f'{root}/faces'\n",
     )
-    monkeypatch.syspath_prepend(tmp_path)
     rows = data.catalogue(tmp_path, ["faces:Faces", "faces:Near", "synthetic"])
     assert [(row["summary"], row["where"]) for row in rows[:2]] == [
         ("Faces, in grey.", "given by its class"),

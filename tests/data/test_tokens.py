@@ -71,10 +71,9 @@ def test_a_csv_gives_what_json_lines_give(tmp_path):
     ids=["characters", "of one's own", "that gives ids"],
 )
 def test_tokens_are_made_by_the_tokenizer_that_the_config_names(
-    more, expected, tmp_path, monkeypatch
+    more, expected, tmp_path, own_module
 ):
-    (tmp_path / "mine_tokens.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
+    own_module("mine_tokens", OWN)
     found = samples(tmp_path, **more)
     assert found.x[0].tolist() == expected
     sizes = {"characters": 7, "mine_tokens:tokenize": 4, "mine_tokens:ids": 6}
@@ -106,9 +105,8 @@ def test_a_vocabulary_is_no_query_of_the_data(tmp_path):
     assert len(following) == 1 and "taken as public" in following[0]
 
 
-def test_prepared_data_are_known_by_the_vocabulary_and_the_tokenizer(tmp_path, monkeypatch):
-    (tmp_path / "mine_tokens.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_prepared_data_are_known_by_the_vocabulary_and_the_tokenizer(tmp_path, own_module):
+    own_module("mine_tokens", OWN)
     own = data.parse(keys(tmp_path, tokenizer="mine_tokens:tokenize"))
     found = [own.identity(None)]
     (tmp_path / "mine_tokens.py").write_text(OWN + "# changed\n")
@@ -123,14 +121,13 @@ def test_prepared_data_are_known_by_the_vocabulary_and_the_tokenizer(tmp_path, m
 
 
 @pytest.mark.parametrize(("more", "message"), messages("tokens"))
-def test_text_that_nothing_declares_is_refused_in_one_line(more, message, tmp_path, monkeypatch):
-    (tmp_path / "mine_tokens.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_text_that_nothing_declares_is_refused_in_one_line(more, message, tmp_path, own_module):
+    own_module("mine_tokens", OWN)
     with refusal(begins=message):
         samples(tmp_path, **more)
 
 
-def test_unknown_words_are_counted_by_data_describe(tmp_path, typed, monkeypatch):
+def test_unknown_words_are_counted_by_data_describe(tmp_path, typed):
     given = keys(tmp_path)
     counted = {"texts": 5, "empty texts": 1, "tokens": 15, "unknown tokens": 3}
     found = data.parse(given).counted(None)
