@@ -62,9 +62,7 @@ def _bounds(case: Example) -> list[float]:
 
 
 def _lengths(case: Example, input_norms: np.ndarray, bound: float) -> np.ndarray:
-    """What vectors of these norms are sent with, float64 [k], over the bound. Raises `BrokenClause`
-    for factors that are none, and where that is above 1.
-    """
+    """The lengths that are sent, float64 [k], over the bound. Raises `BrokenClause` above 1."""
     factors = _factors(case, torch.from_numpy(input_norms), bound)
     shape = list(factors.shape)
     hold(shape == [len(input_norms)], f"{len(input_norms)} norms get {shape} factors")
@@ -83,9 +81,7 @@ def _lengths(case: Example, input_norms: np.ndarray, bound: float) -> np.ndarray
 
 
 def _critical_norms(case: Example, bound: float) -> np.ndarray:
-    """Norms at which the member may do otherwise, by the numbers in its settings: at these, on both
-    sides of them, and between them, float64 [k].
-    """
+    """Norms at, beside and between the numbers in the member's settings, float64 [k]."""
     fields = case.member.model_dump().values()
     numbers = {float(field) for field in fields if isinstance(field, (int, float))}
     base = np.array([0.5, 1.0, 2.0, bound, *sorted(map(abs, numbers))[:200]])

@@ -5,8 +5,8 @@ import math
 import multiprocessing
 import os
 import pickle
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -24,11 +24,7 @@ from raydpfl.models import tasks
 from raydpfl.runtime.runner import run
 from raydpfl.simulation.resolution import resolve
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "data"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def mini(**keys):
@@ -328,10 +324,8 @@ def test_the_description_says_what_the_clients_have():
         "commonest_class_per_client": {"min": 0.2, "median": 0.4, "max": 0.6},
     }
     kinds = ({"kind": "iid"}, {"kind": "dirichlet", "psi": 5}, {"kind": "dirichlet", "psi": 0.1})
-    shares = [
-        Shards.open(prepare(mini(clients=20, partition=kind), 0)).describe() for kind in kinds
-    ]
-    shares = [share["commonest_class_per_client"]["median"] for share in shares]
+    prepared = [Shards.open(prepare(mini(clients=20, partition=kind), 0)) for kind in kinds]
+    shares = [each.describe()["commonest_class_per_client"]["median"] for each in prepared]
     assert 0.1 < shares[0] < 0.15 < shares[1] < 0.4 < shares[2] <= 1
 
 
@@ -412,13 +406,13 @@ def test_the_same_data_are_prepared_once_and_other_data_in_other_folders(cache, 
         described = data.parse({"kind": "table", "train": str(path), "clients": 2})
         others.add(prepare(described, 0))
         assert Shards.open(prepare(described, 0)).sizes.sum() == rows * 0.9
-    assert len({folder, *others}) == len(list(cache.iterdir())) == 5
+    assert len({folder, *others}) == len(list((cache / "data").iterdir())) == 5
 
 
 def test_a_run_that_fails_or_is_refused_leaves_nothing(cache, monkeypatch):
     with refusal(r"data\.clients = 9001"):
         prepare(mini(clients=9001), seed=0)
-    assert not cache.exists()
+    assert not (cache / "data").exists()
 
     def broken(*_):
         raise KeyboardInterrupt
@@ -426,35 +420,27 @@ def test_a_run_that_fails_or_is_refused_leaves_nothing(cache, monkeypatch):
     monkeypatch.setattr(shard_writer, "_description", broken)
     with pytest.raises(KeyboardInterrupt):
         prepare(mini(), seed=0)
-    assert list(cache.iterdir()) == []
+    assert list((cache / "data").iterdir()) == []
 
 
 def test_two_runs_may_prepare_the_same_data_at_once(cache):
-    folders = []
-    runs = [
-        threading.Thread(target=lambda: folders.append(prepare(mini(), seed=3))) for _ in range(4)
-    ]
-    for thread in runs:
-        thread.start()
-    for thread in runs:
-        thread.join()
-    assert len(set(folders)) == 1 and len(folders) == 4 and list(cache.iterdir()) == [folders[0]]
-
-
-def _prepare(described):
-    prepare(described, seed=0)
+    with ThreadPoolExecutor(4) as runs:
+        folders = list(runs.map(lambda _: prepare(mini(), seed=3), range(4)))
+    assert len(set(folders)) == 1 and len(folders) == 4
+    assert list((cache / "data").iterdir()) == [folders[0]]
 
 
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_folder_that_a_later_one_would_use(cache):
+    folders = cache / "data"
     context = multiprocessing.get_context("fork")
-    process = context.Process(target=_prepare, args=(synthetic(clients=200_000),))
+    process = context.Process(target=prepare, args=(synthetic(clients=200_000), 0))
     process.start()
-    while not list(cache.glob(".*/train.arrow")):
+    while not list(folders.glob(".*/train.arrow")):
         assert process.is_alive()
     process.kill()
     process.join()
-    assert all(folder.name.startswith(".") for folder in cache.iterdir())
+    assert all(folder.name.startswith(".") for folder in folders.iterdir())
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):

@@ -80,7 +80,9 @@ class Text(InMemoryData):
         if not codes:
             expected = "text of two characters or more by some client"
             raise ConfigError("data.path", self.path, expected)
-        alphabet = self._alphabet(codes)
+        letters = codes.values() if self.characters is None else [_codes(self.characters)]
+        # the code points of the alphabet, ascending
+        alphabet = np.unique(np.concatenate([np.unique(code) for code in letters]))
         parts: dict[str, list[np.ndarray]] = {"train": [], "test": []}
         owners = []
         for place, name in enumerate(sorted(codes)):
@@ -136,12 +138,6 @@ class Text(InMemoryData):
             expected = "a pattern of names: no line is such a name and a colon"
             raise ConfigError("data.speaker", self.speaker, expected)
         return {name: "\n".join(lines) for name, lines in speeches.items()}
-
-    def _alphabet(self, codes: dict[str, np.ndarray]) -> np.ndarray:
-        """The code points of the alphabet, ascending."""
-        if self.characters is not None:
-            return np.unique(_codes(self.characters))
-        return np.unique(np.concatenate([np.unique(code) for code in codes.values()]))
 
     def _windows(self, codes: np.ndarray, fill: int) -> np.ndarray:
         """The windows of a text and the character after each, [windows, length + 1]."""
