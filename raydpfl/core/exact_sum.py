@@ -27,8 +27,6 @@ from raydpfl.core import native
 from raydpfl.core.messages import ChunkResult, Grid
 from raydpfl.errors import RunError
 
-NOTHING = np.empty(0)
-
 
 def add(
     total: np.ndarray,
@@ -72,5 +70,5 @@ def sum_results(
     for place, result in indexed_results:
         results[place] = result
         total += result.total
-        result.total = NOTHING
+        result.total = np.empty(0)
     return total, [results[place] for place in sorted(results)]

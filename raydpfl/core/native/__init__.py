@@ -189,21 +189,9 @@ def add(
     exact = rows.dtype == (np.float64 if factors is None else np.float32)
     exact = exact and all(array.dtype == np.float64 for array in doubles)
     contiguous = all(array.flags.c_contiguous for array in (rows, *doubles))
-    if kernels is None or not (exact and contiguous):
-        return _add_in_numpy(total, rows, step, limit, factors, noise)
-    limits = float(step), float(limit)
-    return bool(_call(kernels.raydpfl_add, *rows.shape, rows, factors, noise, *limits, total))
-
-
-def _add_in_numpy(
-    total: np.ndarray,
-    rows: np.ndarray,
-    step: float,
-    limit: float,
-    factors: np.ndarray | None,
-    noise: np.ndarray | None,
-) -> bool:
-    """As `add`, in numpy."""
+    if kernels is not None and exact and contiguous:
+        limits = float(step), float(limit)
+        return bool(_call(kernels.raydpfl_add, *rows.shape, rows, factors, noise, *limits, total))
     for i, row in enumerate(rows):
         contribution = row.astype(np.float64)
         if factors is not None:
