@@ -9,6 +9,8 @@ function of (experiment, seed, t) alone.
 import logging
 import os
 import platform
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +57,9 @@ class Coordinator:
         self._pool = pool
         self._resume = resume
         self._fresh_noise = fresh_noise
+        self._measurements: Iterator[tuple[int, int]] | None = None
+        self._measured_values: dict[str, Any] = {}  # of the finished run, by probe
+        self._progress = 1, 1
 
     def start(self) -> tuple[int, list[str]]:
         """Takes up the run and starts its clients; the id of this process, and the warnings. Raises
@@ -273,14 +278,28 @@ class Coordinator:
         return self.record.summary(self.accounts) | {"status": status}
 
     def measure_after(self, seconds: float = 1.0) -> tuple[int, int]:
-        """Goes on with what is measured of a finished run; how many of how many steps are done."""
+        """Measures a finished run for about so many seconds more: the steps done, of how many."""
+        deadline = time.monotonic() + seconds
+        self._measurements = self._measurements or self._measures()
+        for progress in self._measurements:
+            self._progress = progress
+            if time.monotonic() >= deadline:
+                break
+        return self._progress
+
+    def _measures(self) -> Iterator[tuple[int, int]]:
         state = self.state
         run = Finished(self.out, self.problem, state.model, state.participations)
-        return self.record.measure_finished_run(run, seconds)
+        for probe in self.experiment.measure:
+            if probe.has_summary:
+                values = probe.afterwards(run)
+                values = values if isinstance(values, dict) else (yield from values)
+                self._measured_values[probe.kind] = values
 
     def measured_after(self) -> dict[str, Any]:
-        """The results of `measure_after`, for the summary."""
-        return self.record.measured_after()
+        """The results of that, for the summary."""
+        deque(self._measurements or (), maxlen=0)
+        return self._measured_values
 
     def parameters(self) -> np.ndarray:
         """The model, flat float32 [d]."""

@@ -3,8 +3,7 @@
 import hashlib
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from raydpfl.core.hardware import peak_rss_mb
 from raydpfl.core.messages import ChunkResult, Columns
 from raydpfl.data import Shards
 from raydpfl.errors import RunError
-from raydpfl.methods.probes import Finished, Problem, Round
+from raydpfl.methods.probes import Problem, Round
 from raydpfl.models import metric_columns
 from raydpfl.models.metrics import Metric
 from raydpfl.privacy import brief_sentences, column, tightest_guarantees
@@ -109,17 +108,12 @@ class Recorder:
         self.pool = pool
         self._survey = survey
         self.probes = experiment.measure
-        self.scores = experiment.scores
-        self.given_scores = experiment.given
         self._client_rss = 0.0
         self._pace = Pace()
-        self._measurements: Iterator[tuple[int, int]] | None = None
-        self._measured_values: dict[str, Any] = {}  # of the finished run, by probe
-        self._progress = 1, 1
         # the score that may end the run, from the evaluation on at which it was best
         self._since_best: list[float | None] = []
         if experiment.evaluate.stop:
-            for row in self.rounds.arrow().select(["round", *self.given_scores]).to_pylist():
+            for row in self.rounds.arrow().select(["round", *experiment.given]).to_pylist():
                 self._judge(row)
         self.drop_log = Dropped(out / "dropped.jsonl", state.t)
         followers = (probe.follow(out, plan.d, state.t) for probe in self.probes)
@@ -141,7 +135,7 @@ class Recorder:
         columns = record.columns
         row: dict[str, Any] = {"round": record.t, "cohort": len(columns["client"])}
         row |= {"train_loss": _mean(columns["train_loss"])}
-        row |= dict.fromkeys(self.scores)
+        row |= dict.fromkeys(experiment.scores)
         row |= {column(name): epsilons[name] for name in epsilons}
         row["bound"] = experiment.bounding.sample_bound or record.bound
         # drawn at every client's local steps, there is none on the sum
@@ -173,9 +167,9 @@ class Recorder:
         """Completes a row, with the evaluation of the model if this round has one, and keeps it."""
         clock.lap("record")
         state = self.state
-        last = state.t == self.plan.experiment.rounds
         experiment = self.plan.experiment
-        if self.given_scores and (last or state.t % experiment.evaluate.every == 0):
+        last = state.t == experiment.rounds
+        if experiment.given and (last or state.t % experiment.evaluate.every == 0):
             self._evaluate(row)
         clock.lap("evaluate")
         row |= clock.seconds
@@ -258,32 +252,10 @@ class Recorder:
             table.copy()
         self._pace.record_cost(time.monotonic() - start_time)
 
-    def measure_finished_run(self, run: Finished, seconds: float) -> tuple[int, int]:
-        """Measures a finished run for about so many seconds more: the steps done, of how many."""
-        deadline = time.monotonic() + seconds
-        self._measurements = self._measurements or self._measures(run)
-        for progress in self._measurements:
-            self._progress = progress
-            if time.monotonic() >= deadline:
-                break
-        return self._progress
-
-    def _measures(self, run: Finished) -> Iterator[tuple[int, int]]:
-        for probe in self.probes:
-            if probe.has_summary:
-                values = probe.afterwards(run)
-                values = values if isinstance(values, dict) else (yield from values)
-                self._measured_values[probe.kind] = values
-
-    def measured_after(self) -> dict[str, Any]:
-        """The results of that, for the summary."""
-        deque(self._measurements or (), maxlen=0)
-        return self._measured_values
-
     def summary(self, account: Account) -> dict[str, Any]:
         """The summary of the run so far."""
         rows = self.rounds.arrow()
-        names = self.scores
+        names = self.plan.experiment.scores
         score_rows = rows.select(["round", *names]).to_pylist()
         clients = sum(rows["cohort"].to_pylist())
         state = self.state
