@@ -40,24 +40,16 @@ _LOGS = np.concatenate([-_LOGS[::-1], [0.0], _LOGS])  # log odds of a client ove
 _ODDS = np.exp(_LOGS)
 _POSITIVE_MASK = _LOGS > 0
 _WIDTHS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
-
-
-def _priors() -> np.ndarray:
-    """Priors over `_LOGS`, float64 [strategies, odds]: bells of `_WIDTHS`, then those by which a
-    share of the clients have one value and the others 0.
-    """
-    gaps = np.gradient(_LOGS)
-    bells = [gaps * np.exp(-((_LOGS / width) ** 2) / 2) for width in _WIDTHS]
-    shares = [
-        np.where(_LOGS == 0, 1 - share, np.where(log == _LOGS, share, 0))
-        for log in (0.2, 0.4, 0.7, 1.5)
-        for share in (0.001, 0.01, 0.1, 0.5)
-    ]
-    priors = np.array(bells + shares)
-    return priors / priors.sum(1, keepdims=True)
-
-
-_PRIORS = _priors()
+# priors over `_LOGS`, float64 [strategies, odds]: bells of `_WIDTHS`, then those by which a share
+# of the clients have one value and the others 0
+_BELLS = [np.gradient(_LOGS) * np.exp(-((_LOGS / width) ** 2) / 2) for width in _WIDTHS]
+_SHARES = [
+    np.where(_LOGS == 0, 1 - share, np.where(log == _LOGS, share, 0))
+    for log in (0.2, 0.4, 0.7, 1.5)
+    for share in (0.001, 0.01, 0.1, 0.5)
+]
+_PRIORS = np.array(_BELLS + _SHARES)
+_PRIORS /= _PRIORS.sum(1, keepdims=True)
 _MEANS = _PRIORS * _ODDS
 
 
@@ -466,16 +458,12 @@ class _Repeats(Bet):
     def __init__(self, count: int, sampling: Sampling):
         self._chance = sampling.p_max or 1 / count
         self._wealth = np.zeros(len(self._ODDS))
-        self._loss = np.zeros((len(self._ODDS), 0))  # over so many draws
 
     def see(self, cohort: DrawnCohort) -> None:
-        draws = len(cohort.clients)
-        if draws > self._loss.shape[1]:
-            chances = np.minimum(np.arange(draws) * self._chance, 1)
-            self._loss = np.cumsum(np.log1p((self._ODDS - 1)[:, None] * chances), 1)
         repeat_count = int((cohort.clients[1:] == cohort.clients[:-1]).sum())
-        if draws:
-            self._wealth += np.log(self._ODDS) * repeat_count - self._loss[:, draws - 1]
+        chances = np.minimum(np.arange(len(cohort.clients)) * self._chance, 1)
+        losses = np.log1p((self._ODDS - 1)[:, None] * chances)
+        self._wealth += np.log(self._ODDS) * repeat_count - losses.sum(1)
 
 
 def _window(mean: float, variance: float, min_value: int, max_value: int) -> np.ndarray:

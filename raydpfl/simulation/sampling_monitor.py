@@ -23,9 +23,10 @@ follow the scheme but are no secret (they can be predicted) pass: no sequence of
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
+from typing import NoReturn
 
 import numpy as np
 
@@ -89,17 +90,47 @@ class SamplingMonitor:
 
     def check_candidates(self, t: int, clients: np.ndarray) -> None:
         """As `check`, of the clients int64 [k] that are about to be asked for their losses."""
-        self._refuse(self._faults_of_candidates(t, clients))
+        if self._candidates is not None:
+            self._refuse(f"asked for losses twice in round {t}")
+        candidates = Cohort.of(clients)
+        if not np.array_equal(candidates.clients, clients):
+            self._refuse(f"asked clients in round {t} that are not ascending")
+        self._check_format(t, candidates)
+        self._check_plan(t, clients)
+        counts = self._candidate_counts
+        counts.update(clients.tolist())
+        limit = int(self._composed_rounds[t])
+        client, times = counts.most_common(1)[0] if counts else (0, 0)
+        if times > limit and not self._sampling.repeats:
+            fault = f"asked client {client} in {times} of {t + 1} rounds"
+            self._refuse(f"{fault}, where at most {limit} are accounted for")
         self._candidates = clients
 
     def check(self, t: int, cohort: Cohort, participations: Mapping[int, int]) -> None:
         """Raises `RunError` where the declared sampling does not give such a cohort in round `t`,
         chosen among those who were asked, if any. `participations`: by client, earlier draws.
         """
-        candidates = self._candidates
-        self._candidates = None
-        self._refuse(self._faults(t, cohort, candidates, participations))
-        self._record_participations(t, cohort.clients)
+        candidates, self._candidates = self._candidates, None
+        self._check_format(t, cohort)
+        clients = cohort.clients
+        if candidates is None:
+            self._check_plan(t, clients)
+        elif not np.isin(clients, candidates).all():
+            self._refuse(f"chose clients in round {t} that are no candidates")
+        self._check_size(t, cohort)
+        sampling = self._sampling
+        draw_counts = self._draw_counts(cohort, participations)
+        limit = int(self._composed_rounds[t])
+        if draw_counts.max(initial=-1) >= limit and not sampling.repeats:
+            place = int(draw_counts.argmax())
+            fault = f"took client {clients[place]} in {draw_counts[place] + 1} of {t + 1} rounds"
+            self._refuse(f"{fault}, where at most {limit} are accounted for")
+        for client in clients.tolist() if self._last_rounds else ():
+            if t - self._last_rounds.get(client, -self._separation) < self._separation:
+                gap = f"{self._separation} rounds between them, which the noise counts on"
+                self._refuse(f"took client {client} in round {t} again, less than {gap}")
+        self._bet(t, cohort, draw_counts)
+        self._record_participations(t, clients)
 
     def _record_participations(self, t: int, clients: np.ndarray) -> None:
         if self._separation > 1:
@@ -120,7 +151,7 @@ class SamplingMonitor:
         participations = Counter[int]()
         try:
             for t, cohort in enumerate(cohorts, first_round):
-                self._refuse(self._bet_faults(t, cohort, self._draw_counts(cohort, participations)))
+                self._bet(t, cohort, self._draw_counts(cohort, participations))
                 participations.update(cohort.clients.tolist())
         except ConfigError:  # a selection that needs losses cannot draw it a second time
             self._bets = None
@@ -130,70 +161,31 @@ class SamplingMonitor:
         counts = list(map(participations.get, cohort.clients.tolist(), repeat(0)))
         return np.array(counts, np.int64) + Cohort.of(cohort.clients).draws
 
-    def _refuse(self, faults: Iterable[str]) -> None:
-        """Raises `RunError` for the first of what a selection does, in words."""
-        for fault in faults:
-            message = f"selection.kind {self._kind} {fault}"
-            raise RunError(f"{message}: no accountant covers what it does")
+    def _refuse(self, fault: str) -> NoReturn:
+        """Raises `RunError` for what a selection does, in words."""
+        message = f"selection.kind {self._kind} {fault}"
+        raise RunError(f"{message}: no accountant covers what it does")
 
-    def _faults_of_candidates(self, t: int, clients: np.ndarray) -> Iterator[str]:
-        if self._candidates is not None:
-            yield f"asked for losses twice in round {t}"
-        candidates = Cohort.of(clients)
-        if not np.array_equal(candidates.clients, clients):
-            yield f"asked clients in round {t} that are not ascending"
-        yield from self._format_faults(t, candidates)
-        yield from self._plan_faults(t, clients)
-        counts = self._candidate_counts
-        counts.update(clients.tolist())
-        limit = int(self._composed_rounds[t])
-        client, times = counts.most_common(1)[0] if counts else (0, 0)
-        if times > limit and not self._sampling.repeats:
-            fault = f"asked client {client} in {times} of {t + 1} rounds"
-            yield f"{fault}, where at most {limit} are accounted for"
-
-    def _faults(
-        self,
-        t: int,
-        cohort: Cohort,
-        candidates: np.ndarray | None,
-        participations: Mapping[int, int],
-    ) -> Iterator[str]:
-        yield from self._format_faults(t, cohort)
-        clients = cohort.clients
+    def _check_size(self, t: int, cohort: Cohort) -> None:
         sampling = self._sampling
-        if candidates is None:
-            yield from self._plan_faults(t, clients)
-        elif not np.isin(clients, candidates).all():
-            yield f"chose clients in round {t} that are no candidates"
         size = len(cohort) + cohort.lost
+        fault = f"drew {size} clients in round {t}, where its sampling"
         if sampling.size not in (None, size):
-            size_fault = f"drew {size} clients in round {t}, where its sampling ({sampling})"
-            yield f"{size_fault} gives {sampling.size}"
+            self._refuse(f"{fault} ({sampling}) gives {sampling.size}")
         if sampling.cap is not None and size > sampling.cap:
-            yield f"drew {size} clients in round {t}, where its sampling has {sampling.cap} at most"
+            self._refuse(f"{fault} has {sampling.cap} at most")
         if len(cohort) < self._min_clients:
-            shortfall = f"left {len(cohort)} clients in round {t}"
-            yield f"{shortfall}, where the noise counts on {self._min_clients}"
-        draw_counts = self._draw_counts(cohort, participations)
-        limit = int(self._composed_rounds[t])
-        if draw_counts.max(initial=-1) >= limit and not sampling.repeats:
-            place = int(draw_counts.argmax())
-            fault = f"took client {clients[place]} in {draw_counts[place] + 1} of {t + 1} rounds"
-            yield f"{fault}, where at most {limit} are accounted for"
-        for client in clients.tolist() if self._last_rounds else ():
-            if t - self._last_rounds.get(client, -self._separation) < self._separation:
-                gap = f"{self._separation} rounds between them, which the noise counts on"
-                yield f"took client {client} in round {t} again, less than {gap}"
-        yield from self._bet_faults(t, cohort, draw_counts)
+            fault = f"left {len(cohort)} clients in round {t}"
+            self._refuse(f"{fault}, where the noise counts on {self._min_clients}")
 
-    def _format_faults(self, t: int, cohort: Cohort) -> Iterator[str]:
+    def _check_format(self, t: int, cohort: Cohort) -> None:
         clients = np.asarray(cohort.clients)
         if clients.ndim != 1 or clients.dtype.kind != "i" or cohort.draws.shape != clients.shape:
-            yield f"gave no array of whole numbers in round {t}"
+            self._refuse(f"gave no array of whole numbers in round {t}")
         steps = np.diff(clients, prepend=0, append=self._count - 1)
         if (steps < 0).any():
-            yield f"gave clients in round {t} that are not ascending from 0 to {self._count - 1}"
+            ids = f"that are not ascending from 0 to {self._count - 1}"
+            self._refuse(f"gave clients in round {t} {ids}")
         repeat_mask = steps[1:-1] == 0
         # of distinct clients every draw is the first; of several draws some may have dropped out
         draws = Cohort.of(clients).draws if repeat_mask.any() else np.zeros(len(clients))
@@ -202,18 +194,18 @@ class SamplingMonitor:
         else:
             wrong = not np.array_equal(draws, cohort.draws)
         if wrong:
-            yield f"counted a client's draws wrongly in round {t}"
+            self._refuse(f"counted a client's draws wrongly in round {t}")
         if not cohort.lost >= 0:
-            yield f"lost {cohort.lost} clients in round {t}"
+            self._refuse(f"lost {cohort.lost} clients in round {t}")
         if cohort.draws.any() and not self._sampling.repeats:
-            yield f"drew client {clients[cohort.draws > 0][0]} twice in round {t}"
+            self._refuse(f"drew client {clients[cohort.draws > 0][0]} twice in round {t}")
 
-    def _plan_faults(self, t: int, clients: np.ndarray) -> Iterator[str]:
+    def _check_plan(self, t: int, clients: np.ndarray) -> None:
         if t in self._planned_draws and fingerprint(clients) != self._planned_draws[t]:
             fault = f"drew other clients in round {t}"
-            yield f"{fault} than those that were accounted for before the run"
+            self._refuse(f"{fault} than those that were accounted for before the run")
 
-    def _bet_faults(self, t: int, cohort: Cohort, draw_counts: np.ndarray) -> Iterator[str]:
+    def _bet(self, t: int, cohort: Cohort, draw_counts: np.ndarray) -> None:
         if self._bets is None:
             return
         size = len(cohort) + cohort.lost
@@ -221,7 +213,7 @@ class SamplingMonitor:
         bet, wealth = self._bets.see(DrawnCohort(t, cohort.clients, draw_counts, size, limit))
         if wealth >= self._max_log_wealth:
             scheme = f"which its sampling ({self._sampling}) hardly ever gives"
-            yield f"{WORDS[bet]} by round {t}, {scheme}"
+            self._refuse(f"{WORDS[bet]} by round {t}, {scheme}")
 
 
 def of_run(plan: Plan, t: int, draws: list[np.ndarray] | None) -> SamplingMonitor:
