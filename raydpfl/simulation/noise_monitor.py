@@ -277,12 +277,9 @@ def check_whitening(plan: Plan) -> None:
     squares = np.zeros(plan.experiment.selection.most_participations(len(rounds)))
     for t in rounds:
         row = noise.whitening(t)
-        entries = np.zeros(len(squares))
-        participation_rounds = np.arange(t % separation, min(t + 1, len(row)), separation)
-        turns = (t - participation_rounds) // separation
-        turn_mask = turns < len(squares)
-        entries[turns[turn_mask]] = row[participation_rounds[turn_mask]]
-        squares += np.where(np.arange(len(squares)) * separation <= t, entries, 0.0).cumsum() ** 2
+        lags = t - separation * np.arange(len(squares))  # rounds since every participation
+        lag_mask = (lags >= 0) & (lags < len(row))
+        squares += np.where(lag_mask, row[np.where(lag_mask, lags, 0)], 0.0).cumsum() ** 2
     limits = event.effective_counts(np.arange(1, len(squares) + 1))
     excess_indices = np.flatnonzero(squares > limits * (1 + 1e-9))
     if len(excess_indices):
