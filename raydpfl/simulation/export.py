@@ -8,6 +8,7 @@ come from anyone, so no code that it names is imported unless `trust_code` asks 
 import hashlib
 import json
 import os
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -69,13 +70,14 @@ def load(run: str | Path, client: int | None = None, trust_code: bool = False) -
         trust_code: import the user-defined classes that the run names, from here or as the run has
             stored their source. That runs their code.
     """
-    if client is None:
-        with storage.readable_folder(run, file_filter=_is_model_file) as folder:
-            return _load(run, folder, trust_code)
-    with storage.readable_folder(
-        run, file_filter=lambda name: _is_model_file(name) or CHECKPOINTS in name
-    ) as folder:
+
+    def is_needed(name: str) -> bool:
+        return _is_model_file(name) or (client is not None and CHECKPOINTS in name)
+
+    with storage.readable_folder(run, file_filter=is_needed) as folder:
         saved = _load(run, folder, trust_code)
+        if client is None:
+            return saved
         numbers = _client_parameters(folder, client, run)
     if not saved.config.personal:  # else it is the whole model
         model = models.flatten(saved.module)
@@ -101,10 +103,8 @@ def _is_model_file(name: str) -> bool:
 
 
 def _load(run: str | Path, folder: Path, trust_code: bool) -> Saved:
-    if not trust_code:
-        return _read_model(run, folder, ())
-    with user_code.stored_code(folder, prefer_stored=True):
-        return _read_model(run, folder, None)
+    with user_code.stored_code(folder, prefer_stored=True) if trust_code else nullcontext():
+        return _read_model(run, folder, None if trust_code else ())
 
 
 def _read_model(run: str | Path, folder: Path, imports: tuple[str, ...] | None) -> Saved:

@@ -36,7 +36,6 @@ from raydpfl.errors import (
     wrap_user_errors,
 )
 from raydpfl.experiment import Experiment
-from raydpfl.simulation.client import personalization
 from raydpfl.simulation.client.actor_round import ActorRound, ChunkRound
 from raydpfl.simulation.client.chunk_training import ChunkTraining, ClientProgress, UserCodeWatch
 from raydpfl.simulation.client.contribution import (
@@ -46,6 +45,7 @@ from raydpfl.simulation.client.contribution import (
     choose,
 )
 from raydpfl.simulation.client.data_cache import GpuRows, Rows
+from raydpfl.simulation.client.personalization import Ditto, LocalParameters
 from raydpfl.simulation.evaluation import BatchScores, Evaluator
 from raydpfl.simulation.user_code import trains_user_code
 from raydpfl.training.process_settings import single_thread, tune_allocator
@@ -88,7 +88,9 @@ class ClientActor:
         self.rows = GpuRows(*rows, client.num_gpus) if on_gpu else Rows(*rows)
         module = models.build(experiment.model, self.form, experiment.seed)
         self.module = copy.deepcopy(module).to(self.device).eval()
-        self.personal = personalization.local_parameters(experiment, self.shards, self.module)
+        rule = experiment.personal
+        shared = (self.shards, self.module)
+        self.personal = Ditto(experiment, rule, *shared) if rule else LocalParameters(self.module)
         self.evaluator = Evaluator(experiment, self.shards, self.module, self.personal)
         self.trainer = Trainer(
             module,

@@ -1,19 +1,10 @@
 """What clients send: their updates bounded, weighted, with noise, added up on a grid.
 
-There are three implementations of one algorithm, which give the same bits. `choose` says which one
-takes a chunk.
+Three implementations of one algorithm give the same bits; `choose` takes the fastest for a chunk:
 
-| class                | how                                                        | takes it if |
-| -------------------- | ---------------------------------------------------------- | ----------- |
-| `KernelContribution` | compiled code adds every update while it is in the cache   | 1 and 2     |
-| `ScaledContribution` | bounds and noises float32 updates while it adds them       | 1           |
-| `Contribution`       | makes the float64 vectors that clients send; the reference | always      |
-
-1. The CPU trains, clients send their updates times a factor, not as integers, and no probe,
-   bounding or local rule reads the vectors that they send.
-2. The backend adds, no user-defined code takes part, the model has no local parameters, noise is
-   not user-defined, all clients have rows and no budgets of their own, and the factors have a
-   closed form.
+- `KernelContribution`: compiled code adds every update while it is in the cache;
+- `ScaledContribution` bounds and noises float32 updates while it adds them;
+- `Contribution`, the reference, makes the float64 vectors that clients send.
 """
 
 import math
@@ -338,7 +329,7 @@ class KernelContribution(ScaledContribution):
 
 
 def choose(state: ChunkRound, training: ChunkTraining) -> type[Contribution]:
-    """The fastest implementation that takes this chunk; see the table above."""
+    """The fastest implementation that takes this chunk."""
     experiment = training.experiment
     bounding = experiment.bounding
     needs_vectors = any(probe.looks for probe in experiment.measure)

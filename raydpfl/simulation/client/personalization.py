@@ -131,12 +131,6 @@ class Ditto(LocalParameters):
         return local
 
 
-def local_parameters(experiment: Experiment, shards: Shards, module: nn.Module) -> LocalParameters:
-    """What clients keep of the model. `module`: as it is before the first round."""
-    rule = experiment.personal
-    return Ditto(experiment, rule, shards, module) if rule else LocalParameters(module)
-
-
 class PersonalTraining:
     """Trains clients by a rule other than the run's. Nothing of it is sent."""
 
