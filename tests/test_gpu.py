@@ -291,10 +291,27 @@ class Pooled(nn.Sequential):
         )
 
 
-def test_a_module_without_deterministic_gradients_is_refused_before_the_first_round(gpu):
-    plan = resolve(experiment(model={"kind": f"{__name__}:Pooled"}, client=GPU))
-    with pytest.raises(ConfigError, match=r"_adaptive_avg_pool2d_backward.* deterministic"):
+class Homely(nn.Linear):
+    """Makes a tensor on the CPU in its forward pass."""
+
+    def forward(self, x):
+        return super().forward(x.flatten(1)) + torch.zeros(10)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
+        ("Pooled", {}, r"trains on a GPU.*_adaptive_avg_pool2d_backward.* deterministic"),
+        ("Homely", {"in_features": 784, "out_features": 10}, r"trains on a GPU.*same device"),
+    ],
+)
+def test_a_module_that_a_gpu_does_not_train_is_refused_before_the_first_round(
+    name, args, said, gpu
+):
+    plan = resolve(experiment(model={"kind": f"{__name__}:{name}", "args": args}, client=GPU))
+    with pytest.raises(ConfigError, match=f"a module that {said}") as error:
         ClientActor(plan.experiment, str(plan.shards))
+    assert error.value.field == "model.kind" and "\n" not in str(error.value)
 
 
 class Attentive(nn.Module):
@@ -723,21 +740,6 @@ def test_the_cache_of_features_knows_the_gpu_that_made_them(monkeypatch):
     assert SEEN or len(features.identity(None)) == 1
     with nullcontext() if SEEN else fake_gpu(monkeypatch):
         assert features.identity(None)[1] == device.facts(1)
-
-
-class Homely(nn.Linear):
-    """Makes a tensor on the CPU in its forward pass."""
-
-    def forward(self, x):
-        return super().forward(x.flatten(1)) + torch.zeros(10)
-
-
-def test_a_module_that_makes_tensors_on_the_cpu_is_refused_before_the_first_round(gpu):
-    args = {"in_features": 784, "out_features": 10}
-    plan = resolve(experiment(model={"kind": f"{__name__}:Homely", "args": args}, client=GPU))
-    with pytest.raises(ConfigError, match=r"a module that trains on a GPU.*same device") as error:
-        ClientActor(plan.experiment, str(plan.shards))
-    assert error.value.field == "model.kind" and "\n" not in str(error.value)
 
 
 # The benchmark.

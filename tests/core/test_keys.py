@@ -1,6 +1,7 @@
 """The keyed normals: their law, their tails, and that a name alone decides them."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -186,20 +187,13 @@ def test_drawn_together_clients_get_the_bits_that_each_gets_alone(n):
     draws = [0, 1, 0, 2] + 7 * [0]
     stds = np.linspace(0, 3, 11)
     name = dict(t=6, step=2)
-    together = clients_normals(4, Purpose.STEP_NOISE, n, clients=clients, draws=draws, **name)
-    scaled = clients_normals(
-        4, Purpose.STEP_NOISE, n, clients=clients, draws=draws, stds=stds, **name
-    )
-    alone = torch.stack(
-        [
-            normals(4, Purpose.STEP_NOISE, n, client=client, draw=draw, **name)
-            for client, draw in zip(clients, draws, strict=True)
-        ]
-    )
+    drawn = partial(clients_normals, 4, Purpose.STEP_NOISE, n, clients=clients, draws=draws, **name)
+    together, scaled = drawn(), drawn(stds=stds)
+    names = [{"client": c, "draw": draw, **name} for c, draw in zip(clients, draws, strict=True)]
+    alone = torch.stack([normals(4, Purpose.STEP_NOISE, n, **each) for each in names])
     assert together.dtype == scaled.dtype == torch.float32 and torch.equal(together, alone)
-    torch.testing.assert_close(
-        scaled, alone * torch.tensor(stds)[:, None].float(), rtol=3e-7, atol=0
-    )
+    expected = alone * torch.tensor(stds)[:, None].float()
+    torch.testing.assert_close(scaled, expected, rtol=3e-7, atol=0)
 
 
 def test_any_number_of_normals_can_be_drawn_odd_ones_too():
@@ -209,11 +203,11 @@ def test_any_number_of_normals_can_be_drawn_odd_ones_too():
 
 
 def test_noise_is_scaled_in_double_precision():
+    of_client = keyed_noise.client_noise(2, 3, [4], [1], 1 / 3, 1001)[0]
+    of_server = keyed_noise.server_noise(2, 3, 1 / 3, 1001)
+    key = {"t": 3, "client": 4, "draw": 1}
     for noise, base in (
-        (
-            keyed_noise.client_noise(2, 3, [4], [1], 1 / 3, 1001)[0],
-            normals(2, Purpose.CLIENT_NOISE, 1001, t=3, client=4, draw=1),
-        ),
-        (keyed_noise.server_noise(2, 3, 1 / 3, 1001), normals(2, Purpose.SERVER_NOISE, 1001, t=3)),
+        (of_client, normals(2, Purpose.CLIENT_NOISE, 1001, **key)),
+        (of_server, normals(2, Purpose.SERVER_NOISE, 1001, t=3)),
     ):
         assert noise.dtype == np.float64 and np.array_equal(noise, base.double().numpy() * (1 / 3))

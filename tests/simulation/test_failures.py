@@ -50,71 +50,54 @@ def test_a_stopped_actor_is_replaced_and_the_bits_stay(tmp_path, shared_ray):
     assert none_left(stopped)
 
 
-HANGS = """
+SLEEPS = """
 import os, time
 from torch import nn
 
-class Hangs(nn.Module):
+class Sleeps(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Sequential(nn.Conv2d(1, 1, 3, 3), nn.Flatten(), nn.Linear(81, 10))
 
     def forward(self, x):
-        if x.requires_grad is False and len(x) == 10 and self.training and os.getpid() != {here}:
+        if {asleep}:
             time.sleep(1000)
         return self.layer(x)
 """
 
 
 def test_a_module_that_hangs_is_named_with_its_client(tmp_path, shared_ray, monkeypatch):
-    (tmp_path / "hangs_in_actors.py").write_text(HANGS.format(here=os.getpid()))
+    asleep = f"len(x) == 10 and self.training and os.getpid() != {os.getpid()}"
+    (tmp_path / "hangs_in_actors.py").write_text(SLEEPS.format(asleep=asleep))
     monkeypatch.syspath_prepend(str(tmp_path))
     client = {"actors": 1, "timeout": 1.0, "backend": "loop"}
-    hanging = experiment(model={"kind": "hangs_in_actors:Hangs"}, client=client)
-    with pytest.raises(
-        RunError, match=r"client \d+: training .* 3 actors .* model.kind hangs_in_actors:Hangs"
-    ) as error:
+    hanging = experiment(model={"kind": "hangs_in_actors:Sleeps"}, client=client)
+    said = r"client \d+: training .* 3 actors .* model.kind hangs_in_actors:Sleeps"
+    with pytest.raises(RunError, match=said) as error:
         run(hanging, tmp_path / "out")
     first = int(resolve(hanging).draws(1)[0][0])
     assert str(error.value).startswith(f"client {first}:")
 
 
-SLEEPS = """
-import time
-from torch import nn
-
-class Sleeps(nn.Module):
-    def __init__(self, samples):
-        super().__init__()
-        self.samples = samples
-        self.layer = nn.Sequential(nn.Conv2d(1, 1, 3, 3), nn.Flatten(), nn.Linear(81, 10))
-
-    def forward(self, x):
-        if len(x) == self.samples:
-            time.sleep(1000)
-        return self.layer(x)
-"""
-
-
 # of the check before a run, of a step, of an evaluation
-@pytest.mark.parametrize("samples", [2, 10, 1000])
-def test_a_module_that_sleeps_in_the_process_of_the_run_is_named(samples, tmp_path, monkeypatch):
-    (tmp_path / "sleeps_here.py").write_text(SLEEPS)
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        (2, "TimeoutError"),
+        (10, r"client \d+: training did not end"),
+        (1000, "the evaluation of the model did not end"),
+    ],
+)
+def test_a_module_that_sleeps_in_the_process_of_the_run_is_named(
+    samples, said, tmp_path, monkeypatch
+):
+    (tmp_path / "sleeps_here.py").write_text(SLEEPS.format(asleep=f"len(x) == {samples}"))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("raydpfl.models.builder.FORWARD", 2.0)
-    sleeping = experiment(
-        model={"kind": "sleeps_here:Sleeps", "args": {"samples": samples}},
-        client={"timeout": 3.0, "backend": "loop"},
-    )
-    said = {
-        2: "TimeoutError",
-        10: r"client \d+: training did not end",
-        1000: "the evaluation of the model did not end",
-    }[samples]
-    with pytest.raises(
-        (ConfigError, RunError), match=f"(?s)sleeps_here:Sleeps.*{said}|{said}.*sleeps_here:Sleeps"
-    ):
-        run(sleeping, tmp_path / "out")
+    client = {"timeout": 3.0, "backend": "loop"}
+    said = f"(?s)sleeps_here:Sleeps.*{said}|{said}.*sleeps_here:Sleeps"
+    with pytest.raises((ConfigError, RunError), match=said):
+        run(experiment(model={"kind": "sleeps_here:Sleeps"}, client=client), tmp_path / "out")
 
 
 def test_patience_follows_from_the_calls_before():

@@ -68,20 +68,6 @@ def test_budgets_that_nobody_reaches_change_no_bit(tmp_path):
     assert len(hashes) == 1
 
 
-@pytest.mark.slow
-def test_the_bits_are_the_same_on_actors_and_after_a_resume(tmp_path):
-    plan = resolve(experiment(**FEW, noise={"kind": "gaussian", "std": 1.0, "placement": "client"}))
-    inline = run_plan(plan, tmp_path / "inline")
-    assert inline.state.states["individual"]["left"].any()
-    others = [run_plan(plan, tmp_path / f"{n}", n) for n in (0, 3)]
-    run_plan(plan, tmp_path / "resumed", stop_round=3)
-    others.append(run_plan(plan, tmp_path / "resumed", resume=True))
-    for other in others:
-        assert np.array_equal(other.state.model, inline.state.model)
-        for name, values in inline.state.states["individual"].items():
-            assert np.array_equal(other.state.states["individual"][name], values)
-
-
 def test_what_clients_had_spent_cannot_be_lost_by_fresh_noise(tmp_path):
     plan = resolve(experiment(**FEW))
     run_plan(plan, tmp_path, stop_round=2)

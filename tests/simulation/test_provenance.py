@@ -363,11 +363,9 @@ def test_rounds_released_again_have_secret_cohorts_batches_and_noise_of_their_ow
     assert public.cohort_seed() == 3 != public.seed
     assert len(restarted.draws(8)) == 5 + 5 and restarted.repeated == 2
     # of epochs of 4 rounds the old cohorts are of two, the new ones, from round 3 on, of two more
-    allocated = {"selection": {"kind": "balls_in_bins", "epoch": 4}, **LONG}
-    allocated["privacy"] = {"accountants": ["pld"]}
-    allocated = resolve(experiment(**allocated)).extend_history(
-        (Segment(0, 0, 5),), restart_round=3
-    )
+    bins = {"kind": "balls_in_bins", "epoch": 4}
+    allocated = resolve(experiment(selection=bins, privacy={"accountants": ["pld"]}, **LONG))
+    allocated = allocated.extend_history((Segment(0, 0, 5),), restart_round=3)
     composed = allocated.composed_rounds[3:] + allocated.extra_composed_rounds
     assert allocated.repeated == 2 and composed.tolist() == [12, 13, 14, 15, 16]
 
@@ -375,24 +373,21 @@ def test_rounds_released_again_have_secret_cohorts_batches_and_noise_of_their_ow
 # ---- the ledger below the checkpoint ----
 
 
-def with_fact(lines: list[dict], rounds: slice, **fact) -> list[dict]:
-    """The lines of a ledger, those of some rounds with another fact."""
-    changed = {line["round"] for line in lines[rounds]}
-    return [line | fact if line["round"] in changed else line for line in lines]
+def with_fact(*rounds: int, **fact):
+    """Gives the lines of a ledger, those of some rounds with another fact."""
+    return lambda lines: [line | fact if line["round"] in rounds else line for line in lines]
 
 
 DAMAGED = {
-    "std 0.5 for round 0, where this run has 1.0": lambda lines: with_fact(
-        lines, slice(4), std=0.5
-    ),
-    "bound 2.0 for round 1": lambda lines: with_fact(lines, slice(1, 2), bound=2.0),
-    "mechanism 0+ for round 2": lambda lines: with_fact(lines, slice(2, 3), mechanism="0" * 64),
-    "key 0+ for round 3": lambda lines: with_fact(lines, slice(3, 4), key="0" * 16),
+    "std 0.5 for round 0, where this run has 1.0": with_fact(0, 1, 2, 3, std=0.5),
+    "bound 2.0 for round 1": with_fact(1, bound=2.0),
+    "mechanism 0+ for round 2": with_fact(2, mechanism="0" * 64),
+    "key 0+ for round 3": with_fact(3, key="0" * 16),
     "line 1, is damaged": lambda lines: lines[1:],
     "line 2, is damaged": lambda lines: [lines[0], *lines[2:]],
     "has 2 rounds and the checkpoint 4": lambda lines: lines[:2],
-    "line 1, is damaged.*": lambda lines: with_fact(lines, slice(4), restart=1),
-    "line 3, is damaged": lambda lines: with_fact(lines, slice(2, 4), restart=2),
+    "line 1, is damaged.*": with_fact(0, 1, 2, 3, restart=1),
+    "line 3, is damaged": with_fact(2, 3, restart=2),
 }
 
 

@@ -13,19 +13,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import SMALL, experiment
-from test_personal_models import steps_by_hand
 
 from raydpfl import Experiment, models, privacy, run
 from raydpfl.cli import run_display
 from raydpfl.core.messages import View
-from raydpfl.data import Shards
 from raydpfl.errors import ClientError, ConfigError, RunError
 from raydpfl.experiment import overridden
 from raydpfl.methods import bounding, noise
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.resolution import resolve
 from raydpfl.storage.files import LOCK
-from raydpfl.training.minibatches import batches
 
 SUMMARY = """
 status rounds test_accuracy test_loss model_sha256 seconds clients_per_second peak_rss_mb
@@ -39,6 +36,10 @@ FILES = """
 config.yaml rounds.parquet clients.parquet ledger.jsonl summary.json model.safetensors
 checkpoints tensorboard trackers.json
 """
+STEP = {
+    "bounding": {"kind": "per_sample_clip", "bound": 5.0},
+    "noise": {"kind": "gaussian", "epsilon": 4.0, "delta": 1e-5},
+}
 
 
 @pytest.mark.slow
@@ -140,11 +141,8 @@ def test_a_budget_stops_the_run_before_the_round_that_would_overspend(tmp_path):
 def test_a_papers_epsilon_never_stands_by_itself(tmp_path):
     result = run(experiment(privacy={"accountants": ["paper"]}), tmp_path / "client")
     assert {guarantee.kind for guarantee in result.guarantees} == {"paper", "rigorous"}
-    step = {
-        "bounding": {"kind": "per_sample_clip", "bound": 1.0},
-        "noise": {"kind": "gaussian", "placement": "step", "std": 0.1, "delta": 1e-5},
-    }
-    result = run(experiment(**step, privacy={"accountants": ["paper"]}), tmp_path / "step")
+    sections = {**STEP, "noise": {"kind": "gaussian", "std": 0.5, "delta": 1e-5}}
+    result = run(experiment(**sections, privacy={"accountants": ["paper"]}), tmp_path / "step")
     assert {one.accountant for one in result.guarantees if one.kind == "rigorous"} == {"rdp"}
     assert "epsilon_rdp" in pq.read_table(tmp_path / "step" / "guarantees.parquet").column_names
 
@@ -181,41 +179,12 @@ def test_the_adaptive_bound_of_a_round_sets_its_noise(tmp_path):
 @pytest.mark.slow
 def test_both_scalings_of_001_agree_when_the_bound_is_scaled_too(tmp_path):
     """Bounding -Delta/lr at c and multiplying by lr again is bounding Delta at lr c."""
-    base = {
-        "noise": {"kind": "none"},
-        "server": {"kind": "sgd"},
-        "local": {"kind": "sgd", "steps": 5, "lr": 0.25},
-    }
-    update = run(experiment(**base, bounding={"kind": "clip", "bound": 0.05}), tmp_path / "update")
-    gradient = run(
-        experiment(**base, bounding={"kind": "clip", "bound": 0.2, "scaling": "gradient"}),
-        tmp_path / "gradient",
-    )
-    for a, b in zip(update.model.parameters(), gradient.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-def test_fedavg_is_the_mean_of_plain_local_training(tmp_path):
-    """One round against nn.Module and torch.optim.SGD on the same batches, by client."""
-    plain = experiment(
-        rounds=1, bounding={"kind": "none"}, noise={"kind": "none"}, server={"kind": "sgd"}
-    )
-    result = run(plain, tmp_path / "out")
-    plan = resolve(plain)
-    shards = Shards.open(plan.shards)
-    cohort = plain.selection.draw(plain.seed, 0, plan.population)
-    total = 0.0
-    for client in cohort.clients:
-        n = int(shards.sizes[client])
-        x, y, _ = shards.chunk([client], n)
-        index, _ = batches(plain.seed, 0, [client], [0], [n], plain.local)
-        module = models.build(plain.model, shards.form(plain.data.task), plain.seed)
-        start = models.flatten(module)
-        steps_by_hand(module, (x, y), index[0], plain.local.lr)
-        total = total + (models.flatten(module) - start).double()
-    expected = start + total / len(cohort)
-    found = models.flatten(result.model).double()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    base = {"noise": {"kind": "none"}, "server": {"kind": "sgd"}, "local": {"lr": 0.25}}
+    found = []
+    for keys in ({"bound": 0.05}, {"bound": 0.2, "scaling": "gradient"}):
+        bounded = experiment(**base, bounding={"kind": "clip", **keys})
+        found.append(models.flatten(run(bounded, tmp_path / str(len(found))).model))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
 
 
 class Fragile(torch.nn.Module):
@@ -421,11 +390,7 @@ def test_progress_shows_the_epsilon_of_the_accountant_that_covers_the_run(tmp_pa
 def test_columns_that_hold_nothing_have_the_dtypes_that_they_have_in_other_runs(tmp_path):
     every = ["bounding", "clients"]
     full = run(experiment(measure=every), tmp_path / "full")
-    step = {
-        "bounding": {"kind": "per_sample_clip", "bound": 0.7},
-        "noise": {"kind": "gaussian", "epsilon": 4.0, "delta": 1e-5},
-    }
-    empty = run(experiment(**step, measure=every), tmp_path / "empty")
+    empty = run(experiment(**STEP, measure=every), tmp_path / "empty")
     for name in ("noise_std", "alpha_mean"):
         assert empty.rounds[name].null_count == empty.rounds.num_rows
     assert {field.name: str(field.type) for field in empty.rounds.schema} == {
@@ -433,7 +398,7 @@ def test_columns_that_hold_nothing_have_the_dtypes_that_they_have_in_other_runs(
     }
     noise = {"kind": "gaussian", "std": 3.0, "delta": 1e-5}
     rdp = {"accountants": ["rdp"]}
-    run(experiment(**{**step, "noise": noise}, privacy=rdp), tmp_path / "stated")
+    run(experiment(**{**STEP, "noise": noise}, privacy=rdp), tmp_path / "stated")
     promised = pq.read_schema(tmp_path / "empty" / "guarantees.parquet")
     table = pq.read_table(tmp_path / "stated" / "guarantees.parquet")
     assert table["epsilon_claimed"].null_count == table.num_rows
@@ -445,11 +410,7 @@ def test_columns_that_hold_nothing_have_the_dtypes_that_they_have_in_other_runs(
 def test_clipping_of_samples_shows_its_bound_and_the_share_clipped_and_no_noise_multiplier(
     tmp_path,
 ):
-    step = {
-        "bounding": {"kind": "per_sample_clip", "bound": 5.0},
-        "noise": {"kind": "gaussian", "epsilon": 4.0, "delta": 1e-5},
-    }
-    result = run(experiment(**step, measure=["clients"]), tmp_path / "out")
+    result = run(experiment(**STEP, measure=["clients"]), tmp_path / "out")
     clients = pq.read_table(result.out / "clients.parquet")
     for row in result.rounds.to_pylist():
         shares = clients["clipped"].to_numpy()[clients["round"].to_numpy() == row["round"]]

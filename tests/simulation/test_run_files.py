@@ -128,9 +128,9 @@ def test_whatever_stands_in_dropped_blocks_nothing(content, tmp_path):
     assert entries[-2]["detail"] == "a\nb"
 
 
-def rewritten(path, **arrays) -> None:
+def rewritten(path, save=np.savez, **arrays) -> None:
     with np.load(path) as stored:
-        np.savez(path, **(dict(stored) | arrays))
+        save(path, **(dict(stored) | arrays))
 
 
 def test_a_checkpoint_that_does_not_fit_is_passed_over_for_the_one_before(
@@ -185,11 +185,6 @@ def edited(path, rows: int | None = None, **columns) -> None:
     relogged(path, table.take([0] * rows) if rows else table)
 
 
-def packed(path, **arrays) -> None:
-    with np.load(path) as stored:
-        np.savez_compressed(path, **(dict(stored) | arrays))
-
-
 def facts(path, **changed) -> np.ndarray:
     with np.load(path) as stored:
         known = json.loads(stored["facts"].tobytes())
@@ -198,7 +193,7 @@ def facts(path, **changed) -> np.ndarray:
 
 HOSTILE = {
     "torn": lambda path: path.write_bytes(path.read_bytes()[:-40]),
-    "packed": lambda path: packed(path, model=np.zeros(10**6, np.float32)),
+    "packed": lambda path: rewritten(path, np.savez_compressed, model=np.zeros(10**6, np.float32)),
     "far larger": lambda path: rewritten(path, more=np.zeros(10**7)),
     "many rows": lambda path: edited(path, rows=10**5),
     "other rows": lambda path: relogged(path, pa.table({"x": ["a"] * 2})),

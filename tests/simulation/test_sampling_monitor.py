@@ -161,10 +161,15 @@ def follow(monitor, cohorts, seen: Counter, first=0) -> None:
         seen.update(cohort.clients.tolist())
 
 
-def first_alarm(member, clients, rounds, seed=0, pairs=False, **more):
+def monitor_of(member, clients=300, rounds=400, least=0, secret=True, **more) -> SamplingMonitor:
+    """A monitor of a run, of so many clients or of these."""
+    population = Population.balanced(clients) if isinstance(clients, int) else clients
+    return SamplingMonitor(member, population, np.arange(1, rounds + 1), least, secret, **more)
+
+
+def first_alarm(member, clients, rounds, seed=0, **more):
     """The round in which the draws of a member are refused; None: they are not."""
-    composed_rounds = np.arange(1, rounds + 1)
-    monitor = SamplingMonitor(member, clients, composed_rounds, 0, True, pairs=pairs, **more)
+    monitor = monitor_of(member, clients, rounds, **more)
     seen: Counter = Counter()
     for t in range(rounds):
         try:
@@ -257,9 +262,7 @@ def test_a_run_that_goes_on_is_checked_as_if_it_had_not_ended():
 
 def test_fewer_clients_than_the_noise_counts_on_are_never_released():
     """Each draws its own noise, sized for 20: 19 would leave the sum with less of it."""
-    member = Uniform(cohort=20, dropout=0.1)
-    clients = Population.balanced(100)
-    monitor = SamplingMonitor(member, clients, np.arange(1, 11), min_clients=20, secret=True)
+    monitor = monitor_of(Uniform(cohort=20, dropout=0.1), 100, least=20)
     with pytest.raises(RunError, match="left 19 clients in round 0, where the noise counts on 20"):
         monitor.check(0, Cohort(np.arange(19), np.zeros(19, int), lost=1), Counter())
 
@@ -267,22 +270,15 @@ def test_fewer_clients_than_the_noise_counts_on_are_never_released():
 def test_participations_are_as_far_apart_as_correlated_noise_counts_on(tmp_path):
     banded = {"kind": "banded_gaussian", "multiplier": 1.0, "bands": 3}
     asked = {"accountants": ["pld"], "relation": "zero_out"}
-    restless = experiment(
-        selection=Liar(how="restless", declares="public"),
-        noise=banded,
-        privacy=asked,
-        data=CLIENTS,
-        rounds=9,
-    )
+    member = Liar(how="restless", declares="public")
+    restless = experiment(selection=member, noise=banded, privacy=asked, data=CLIENTS, rounds=9)
     said = r"took client \d+ in round 4 again, less than 3 rounds between them"
     with pytest.raises(RunError, match=said):
         run(restless, tmp_path / "run")
 
 
 def test_a_choice_beyond_the_candidates_is_noticed():
-    member = Uniform(cohort=2)
-    clients = Population.balanced(10)
-    monitor = SamplingMonitor(member, clients, np.arange(1, 11), min_clients=0, secret=False)
+    monitor = monitor_of(Uniform(cohort=2), 10, secret=False)
     monitor.check_candidates(0, np.array([1, 2, 3]))
     monitor.check(0, Cohort.of(np.array([1, 2])), Counter())
     monitor.check_candidates(1, np.array([1, 2, 3]))
@@ -368,9 +364,7 @@ def test_clients_are_asked_for_their_losses_no_oftener_than_accounted_for(tmp_pa
 
 def test_separation_holds_when_a_run_goes_on():
     """What the coordinator tells it of the rounds before."""
-    monitor = SamplingMonitor(
-        Liar(how="restless"), Population.balanced(300), np.arange(1, 11), 0, False, separation=3
-    )
+    monitor = monitor_of(Liar(how="restless"), secret=False, separation=3)
     monitor.resume(0, [np.arange(30), np.arange(30, 60)], asks=False)
     with pytest.raises(RunError, match="round 2 again, less than 3 rounds between them"):
         monitor.check(2, Cohort.of(np.arange(30)), Counter())
@@ -389,17 +383,10 @@ def test_the_size_of_a_secret_cohort_moves_no_adaptive_bound(tmp_path, monkeypat
     asked = {"accountants": ["pld"], "relation": "add_remove"}
     quiet = {"kind": "gaussian", "multiplier": 1e-3, "placement": "server"}
     adaptive = {"kind": "quantile_clip", "bound": 1e6}
-    run(
-        experiment(
-            selection=Liar(how="coins", declares="poisson"),
-            data=CLIENTS,
-            noise=quiet,
-            privacy=asked,
-            bounding=adaptive,
-        ),
-        tmp_path / "run",
-    )
-    sizes = [len(Liar(how="coins").draw(3, t, Population.balanced(300))) for t in range(4)]
+    coins = Liar(how="coins", declares="poisson")
+    sections = {"noise": quiet, "privacy": asked, "bounding": adaptive, "data": CLIENTS}
+    run(experiment(selection=coins, **sections), tmp_path / "run")
+    sizes = [len(coins.draw(3, t, Population.balanced(300))) for t in range(4)]
     np.testing.assert_allclose(shares, [min(size / 60 + 0.5, 1.0) for size in sizes], atol=0.01)
     assert len(set(sizes)) > 1
 
@@ -426,11 +413,9 @@ class OneGroup(Selection):
 
 
 def test_a_user_defined_scheme_may_draw_clients_in_groups():
-    population = Population.balanced(300)
     selection = OneGroup()
-    monitor = SamplingMonitor(selection, population, np.arange(1, 201), 0, True)
-    draws = (selection.select(3, t, population, None) for t in range(200))
-    follow(monitor, draws, Counter())
+    draws = (selection.select(3, t, Population.balanced(300), None) for t in range(200))
+    follow(monitor_of(selection), draws, Counter())
 
 
 class Steps(Sgd):
@@ -496,8 +481,7 @@ ALLOCATIONS = ["sound", "the same again", "the last never", "poisson", "once mor
 @pytest.mark.parametrize(("kind", "k"), [*product(ALLOCATIONS, [1, 3]), ("even", 1)])
 def test_what_is_no_random_allocation_is_noticed(kind, k):
     epoch, count = 10, 300
-    member = RandomAllocation(epoch=epoch, per_epoch=k)
-    monitor = SamplingMonitor(member, Population.balanced(count), np.arange(1, 401), 0, True)
+    monitor = monitor_of(RandomAllocation(epoch=epoch, per_epoch=k), count)
     generator = np.random.default_rng(0)
     seen: Counter[int] = Counter()
     draws = (Cohort.of(epochs_of(kind, t, generator, count, epoch, k)) for t in range(400))
@@ -512,8 +496,7 @@ def test_what_is_no_random_allocation_is_noticed(kind, k):
 def test_dropouts_and_a_start_within_an_epoch_are_no_fault_of_an_allocation():
     for k in (1, 3):
         member = RandomAllocation(epoch=10, per_epoch=k, dropout=0.3)
-        population = Population.balanced(300)
-        monitor = SamplingMonitor(member, population, np.arange(1, 401), 0, True)
-        draws = [member.draw(5, t, population) for t in range(3, 400)]
+        monitor = monitor_of(member)
+        draws = [member.draw(5, t, Population.balanced(300)) for t in range(3, 400)]
         monitor.replay(draws[:24], 3)
         follow(monitor, draws[24:], Counter(), 27)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import psutil
@@ -184,20 +185,11 @@ def test_auto_takes_one_actor_per_slot_and_no_more_than_there_are_chunks():
     assert actor_count(Client(), 100, 50, [{"CPU": 2}], elastic=True) == 2
     assert actor_count(Client(), 100, 1, [{"CPU": 2}], elastic=True) == 1
     assert actor_count(Client(num_cpus=2), 100, 50, [{"CPU": 3}, {"CPU": 3}], elastic=False) == 2
-    assert (
-        actor_count(
-            Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, available_resources={"CPU": 3.0}
-        )
-        == 3
-    )
-    assert (
-        actor_count(
-            Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, available_resources={}, inline=True
-        )
-        == 1
-    )
+    beside_others = partial(actor_count, Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False)
+    assert beside_others(available_resources={"CPU": 3.0}) == 3
+    assert beside_others(available_resources={}, inline=True) == 1
     with pytest.raises(ConfigError, match=r"client.actors = 'auto'.*other runs have all"):
-        actor_count(Client(), 100, 50, [{"CPU": 4}] * 2, elastic=False, available_resources={})
+        beside_others(available_resources={})
 
 
 @pytest.mark.slow

@@ -23,12 +23,15 @@ from raydpfl.errors import RunError
 from raydpfl.methods.bounding import FAMILY, Bounding
 from raydpfl.methods.local import Sgd
 from raydpfl.methods.selection import Cohort
-from raydpfl.simulation import scheduler
 from raydpfl.simulation.client import actor
 from raydpfl.simulation.client.actor import ClientActor
-from raydpfl.simulation.client.contribution import KernelContribution, ScaledContribution
+from raydpfl.simulation.client.contribution import (
+    Contribution,
+    KernelContribution,
+    ScaledContribution,
+)
+from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.resolution import resolve
-from raydpfl.training import backends
 from raydpfl.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
@@ -100,27 +103,37 @@ def test_sums_and_norms_have_the_same_bits_on_any_number_of_threads():
             assert made == expected
 
 
-def test_rows_are_read_to_their_places_on_any_number_of_threads_and_by_two_callers(tmp_path):
+def test_stretches_of_a_file_are_read_to_their_places_on_any_number_of_threads(tmp_path):
+    """By two callers, however much is read at once."""
     generator = np.random.default_rng(0)
     content = generator.integers(0, 256, 1 << 20, dtype=np.uint8)
     (tmp_path / "f").write_bytes(content.tobytes())
-    lengths = generator.integers(1, 20_000, 200)
-    at = generator.integers(0, len(content) - 20_000, 200)
-    places = np.cumsum(lengths) - lengths
-    rows = [content[start : start + size] for start, size in zip(at, lengths, strict=True)]
-    expected = np.concatenate(rows)
+    lengths = np.append(generator.integers(1, 20_000, 200), [0, 4097])
+    at = np.append(generator.integers(0, len(content) - 20_000, 201), len(content) - 4097)
+    places = np.cumsum(lengths) - lengths + 3
+    expected = np.zeros(lengths.sum() + 200, np.uint8)
+    for start, length, place in zip(at, lengths, places, strict=True):
+        expected[place : place + length] = content[start : start + length]
     with (tmp_path / "f").open("rb", buffering=0) as file, ThreadPoolExecutor(2) as callers:
 
-        def read(_: int) -> bool:
+        def read(max_bytes: int) -> bool:
             into = np.zeros_like(expected)
-            native.read(file.fileno(), at, lengths, into, places, max_bytes=7000)
+            assert native.read(file.fileno(), at, lengths, into, places, max_bytes)
             return np.array_equal(into, expected)
 
         for count in (1, 2, 5):
             native.use(count)
-            assert all(callers.map(read, range(6)))
+            assert all(callers.map(read, (1 << 30, 7000, 4096, 999)))
             with pytest.raises(EOFError):
-                native.read(file.fileno(), at + 2**20, lengths, np.zeros_like(expected), places)
+                native.read(file.fileno(), at, lengths + 1, np.zeros_like(expected), places)
+        with pytest.raises(AssertionError):  # it is never written beside the memory
+            native.read(file.fileno(), at, lengths, expected[:-1000], places)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(IsADirectoryError):
+            native.read(folder, at, lengths, np.zeros_like(expected), places)
+    finally:
+        os.close(folder)
 
 
 @pytest.mark.slow
@@ -264,50 +277,39 @@ ADDED = {
 class Trained:
     """Shares of an experiment's cohort, as bytes. One of its clients has rows that overflow."""
 
-    def __init__(self, **sections):
+    def __init__(self, out, **sections):
         drop = {} if "per_sample_clip" in str(sections) else {"on_error": "drop"}
-        self.plan = resolve(experiment(client=drop, **sections))
-        self.actor = ClientActor(self.plan.experiment, str(self.plan.shards))
+        self.coordinator = Coordinator(resolve(experiment(client=drop, **sections)), str(out))
+        self.coordinator.start()
         self.hurt = 7 if drop else -1
-        rows = self.actor.rows.chunk
+        reader = self.coordinator.pool.client.rows
+        rows = reader.chunk
 
         def chunk(members, *given, **more):
             x, y, n = rows(members, *given, **more)
             scale = np.where(np.asarray(members) == self.hurt, 1e38, 1.0).astype(np.float32)
             return x * scale.reshape(-1, *[1] * (x.ndim - 1)), y, n
 
-        self.actor.rows.chunk = chunk
+        reader.chunk = chunk
 
     def share(self) -> tuple:
-        plan = self.plan
-        clients = np.arange(23)
-        cohort = Cohort(clients, np.zeros_like(clients))
-        e = plan.experiment
-        sizes = plan.population.sizes[clients]
-        stds = plan.mechanism.step_stds if plan.mechanism else None
-        stds = None if stds is None else stds[clients]
-        costs = backends.costs(e.client.backend, e.local, sizes, plan.d, gpu=False)
-        given = plan.weights(clients), e.local.max_rows(sizes), e.client.chunk, stds, costs
-        chunks = scheduler.chunks(cohort, *given)
-        bound = e.bounding.initial_bound
-        std = plan.client_std(0, bound)
-        most = None if bound is None else bound * plan.weight
-        work = Work(1, plan.seed, plan.noise_seed, bound, std, Grid.of(23, most, std))
-        model = models.flatten(self.actor.module).numpy()
-        found = self.actor.train(Broadcast(model), work, chunks)
+        total, (found,) = self.coordinator.collect(1, Cohort.of(np.arange(23)))
         columns = {name: values.tobytes() for name, values in found.columns.items()}
-        return found.total.tobytes(), columns, found.dropped_updates
+        return total.tobytes(), columns, found.dropped_updates
 
 
 @pytest.mark.parametrize("name", ADDED)
 def test_updates_that_compiled_code_adds_up_have_the_bits_of_those_that_python_does(
-    name, monkeypatch
+    name, tmp_path, monkeypatch
 ):
-    trained = Trained(**ADDED[name])
+    trained = Trained(tmp_path, **ADDED[name])
     native.use(1)
     with monkeypatch.context() as alone:
-        alone.setattr(actor, "choose", lambda state, training: ScaledContribution)
+        # the reference makes each client's vector in float64
+        alone.setattr(actor, "choose", lambda state, training: Contribution)
         expected = trained.share()
+        alone.setattr(actor, "choose", lambda state, training: ScaledContribution)
+        assert trained.share() == expected
     assert [who for who, _ in expected[2]] == [trained.hurt] * (trained.hurt >= 0)
 
     def never(*_):
@@ -320,11 +322,13 @@ def test_updates_that_compiled_code_adds_up_have_the_bits_of_those_that_python_d
 
 
 @pytest.mark.parametrize(("most", "fits"), [(1e-9, False), (0.9, True)])
-def test_updates_whose_norms_do_not_say_that_they_fit_are_looked_at(most, fits, monkeypatch):
+def test_updates_whose_norms_do_not_say_that_they_fit_are_looked_at(
+    most, fits, tmp_path, monkeypatch
+):
     """As it is a grid of contributions of norm 1."""
     of = Grid.of
     monkeypatch.setattr(Grid, "of", lambda *given: replace(of(*given), most=most))
-    trained = Trained(noise={"kind": "none"})
+    trained = Trained(tmp_path, noise={"kind": "none"})
     results = []
     for kind in (ScaledContribution, KernelContribution):
         monkeypatch.setattr(actor, "choose", lambda state, training, kind=kind: kind)
@@ -334,9 +338,9 @@ def test_updates_whose_norms_do_not_say_that_they_fit_are_looked_at(most, fits, 
 
 
 @pytest.mark.slow
-def test_updates_add_up_to_the_same_bits_however_many_threads_there_are():
+def test_updates_add_up_to_the_same_bits_however_many_threads_there_are(tmp_path):
     """Of clients whose training takes no time beside their sum."""
-    trained = Trained(local={"steps": 1, "batch": 1}, noise={"kind": "none"})
+    trained = Trained(tmp_path, local={"steps": 1, "batch": 1}, noise={"kind": "none"})
     native.use(1)
     expected = trained.share()
     native.use(8)
