@@ -119,6 +119,8 @@ CAPS = {
     # chunks of four that join no others
     "unequal steps, batches of a row, fused": {"waits": 1.5, "copies": 4.5},
     "power of choice, noisy losses": ASKED,
+    "columns of clients": {"waits": 2.0, "copies": 4.5},  # trains each client three times
+    "losses of unequal clients": {"waits": 2.0, "copies": 5.0},  # chunks of two
     "an own bound with a state": ONE_BY_ONE,  # one by one for code of one's own
 }
 QUICK = ("clip", "vmap")
