@@ -20,9 +20,13 @@ from raydpfl import storage
 from raydpfl.errors import ConfigError
 from raydpfl.report.figures import Missing, Piece, Plot, parse
 from raydpfl.report.html import Page, render
-from raydpfl.report.pages import ACCEPTED, compare_runs, page_of
-from raydpfl.report.pages.comparison import Comparison, comparison_page
-from raydpfl.report.plot_style import PAPER, RenderedPlot, whole_figure
+from raydpfl.report.pages.audit import AuditSource
+from raydpfl.report.pages.base import PageSource
+from raydpfl.report.pages.comparison import Comparison, comparison_page, names
+from raydpfl.report.pages.run import RunSource
+from raydpfl.report.pages.study import StudySource
+from raydpfl.report.pages.sweep import SweepSource
+from raydpfl.report.plot_style import PAPER, whole_figure
 from raydpfl.report.plot_style import render as render_plot
 from raydpfl.report.run_reader import LabelledRun, Run
 from raydpfl.report.tables import Table, csv_of, markdown
@@ -35,6 +39,9 @@ if TYPE_CHECKING:
 
 SUFFIXES = {"figures": (".png", ".pdf", ".svg"), "tables": (".md", ".csv")}
 MARK = '<meta name="generator" content="raydpfl report">'
+# the kinds of directories; an audit has the config of a run too
+SOURCES: tuple[type[PageSource], ...] = (StudySource, SweepSource, AuditSource, RunSource)
+ACCEPTED = "the directory of a run, a sweep, an audit or a study"
 
 
 def write(
@@ -120,6 +127,37 @@ def figure(directory: str | Path, item: Mapping[str, Any]) -> Figure:
         raise ConfigError("plot", dict(item), f"something that this run has{reasons}")
 
 
+def page_of(folder: Path) -> Page:
+    """The page of a directory. Raises `ConfigError` for one that is of no kind."""
+    return _source(folder).page()
+
+
+def compare_runs(folders: Sequence[Path], metric: str | None = None) -> Comparison:
+    """The runs in these directories of runs, sweeps and studies, side by side by the score `metric`
+    (None: that by which they are followed). Raises `ConfigError` where one of the directories holds
+    no run, or they cannot be compared.
+    """
+    runs: list[Run] = []
+    for folder, name in zip(folders, names(folders), strict=True):
+        source = _source(folder)
+        source_runs = source.runs(name)
+        if not source_runs:
+            expected = "the directories of runs, sweeps and studies, where several are compared"
+            reason = f"this one ({source.name}) has no run that has ended"
+            raise ConfigError("DIR", str(folder), f"{expected}; {reason}")
+        runs += source_runs
+    return Comparison(runs, metric)
+
+
+def _source(folder: Path) -> PageSource:
+    if not folder.is_dir():
+        raise ConfigError("DIR", str(folder), f"{ACCEPTED}; there is no such directory")
+    for cls in SOURCES:
+        if cls.fits(folder):
+            return cls(folder)
+    raise ConfigError("DIR", str(folder), f"{ACCEPTED}; this one holds none of them")
+
+
 def _read(name: str) -> bool:
     """Whether a file of a directory elsewhere is read: no checkpoint, and no earlier report."""
     return not re.search(r"(^|/)round-\d+\.npz$", name) and not name.startswith("report/")
@@ -127,18 +165,18 @@ def _read(name: str) -> bool:
 
 def _write_page(page: Page, out: str | Path, columns: int | None) -> Path | str:
     page = _rename_duplicates(page)
-    plots: dict[str, RenderedPlot] = {}
+    svgs: dict[str, list[str]] = {}
     with storage.open_folder(out) as place:
         _clear(place)
         for piece in page.pieces:
             if isinstance(piece, Plot):
-                plots[piece.name] = render_plot(piece, columns)
-                for suffix, content in plots[piece.name].files.items():
+                files, svgs[piece.name] = render_plot(piece, columns)
+                for suffix, content in files.items():
                     _write_file(place / "figures" / f"{piece.name}.{suffix}", content)
             elif isinstance(piece, Table):
                 _write_file(place / "tables" / f"{piece.name}.md", markdown(piece).encode())
                 _write_file(place / "tables" / f"{piece.name}.csv", csv_of(piece).encode())
-        _write_file(place / "index.html", render(page, plots).encode())
+        _write_file(place / "index.html", render(page, svgs).encode())
     return storage.location(out)
 
 

@@ -31,14 +31,12 @@ def check(out: Path) -> None:
 
 
 def write(out: Path, counts: np.ndarray, names: Sequence[str]) -> None:
-    """Draws what `plot_of` does into a file, .svg, .png or .pdf, which is replaced.
-
-    Raises:
-        ConfigError: for another suffix.
-        FileError: where the file cannot be written.
+    """Draws `plot_of` into a file, which is replaced. Raises as `check`, and `FileError` where it
+    cannot be written.
     """
     check(out)
-    content = render(plot_of(counts, names)).files[out.suffix[1:]]
+    files, _ = render(plot_of(counts, names))
+    content = files[out.suffix[1:]]
     make_folder(out.parent)
     replace_file(out, lambda file: file.write(content))
 

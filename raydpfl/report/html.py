@@ -4,7 +4,7 @@ The template is page.html.jinja, the style is style.css. Jinja escapes every tex
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from raydpfl.report.figures import Missing, Piece, Plot, Words
-from raydpfl.report.plot_style import INK, RenderedPlot
+from raydpfl.report.plot_style import INK
 from raydpfl.report.tables import Table
 
 FOLDER = Path(__file__).parent
@@ -49,8 +49,7 @@ class PageSection:
                 return "table" if piece.rows else ""
             return "words" if isinstance(piece, Words) else ""
 
-        blocks = [(block, [*pieces]) for block, pieces in groupby(self.pieces, kind)]
-        return [block for block in blocks if block[0]]
+        return [(block, [*pieces]) for block, pieces in groupby(self.pieces, kind) if block]
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,8 @@ class Page:
         return [piece for section in self.sections for piece in section.pieces]
 
 
-def render(page: Page, plots: dict[str, RenderedPlot]) -> str:
-    """The page as HTML. `plots`: its figures, by the name of each."""
+def render(page: Page, svgs: Mapping[str, Sequence[str]]) -> str:
+    """The page as HTML. `svgs`: of the panels of each of its figures, by name."""
     environment = Environment(
         loader=FileSystemLoader(FOLDER),
         autoescape=True,
@@ -89,7 +88,7 @@ def render(page: Page, plots: dict[str, RenderedPlot]) -> str:
         sections=[section for section in page.sections if section.blocks],
         missing=[*dict.fromkeys(piece for piece in page.pieces if isinstance(piece, Missing))],
         flaws=[*dict.fromkeys(page.flaws)],
-        svgs={name: [Markup(svg) for svg in plot.inline] for name, plot in plots.items()},
+        svgs={name: [*map(Markup, panels)] for name, panels in svgs.items()},
         ink=INK,
     )
 

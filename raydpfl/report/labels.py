@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raydpfl.models.metric_columns import score_metric, sign
+from raydpfl.privacy import RIGOROUS
 from raydpfl.privacy import column as column_of
 from raydpfl.privacy.accountants import ACCOUNTANTS
 
@@ -34,11 +35,6 @@ class Quantity:
     def label(self) -> str:
         """The words with their unit, for an axis or the head of a table."""
         return f"{self.words} ({self.unit})" if self.unit else self.words
-
-    @property
-    def stored_unit(self) -> str:
-        """The unit in files, where a share is no percentage."""
-        return "fraction" if self.percent else self.unit
 
 
 BARE_LABELS = ("none", "true", "false", "auto", "inf")  # labels that need their axis, as numbers do
@@ -108,6 +104,16 @@ def accountant(column: str) -> str:
         if column in (member.name, column_of(member.name)):
             return member.label or member.name
     return column.removeprefix("epsilon_").replace("_", " ")
+
+
+def epsilon_words(column: str) -> str:
+    """The accountant of a column of epsilons and what they are; empty for any other column.
+
+    >>> epsilon_words("epsilon_pld"), epsilon_words("epsilon_paper"), epsilon_words("epsilon")
+    ('pld (rigorous)', 'Zhang, Das 2021 (formula)', '')
+    """
+    kind = "rigorous" if column in RIGOROUS else "formula"
+    return f"{accountant(column)} ({kind})" if column.startswith("epsilon_") else ""
 
 
 def axis(name: str) -> str:

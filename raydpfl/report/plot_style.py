@@ -134,20 +134,10 @@ class Plot:
         return 1 + max(place[1] for place in places if place)
 
 
-@dataclass(frozen=True)
-class RenderedPlot:
-    """The files of a figure by suffix, and an SVG of each subplot for the page, empty for an empty
-    place of its grid.
-    """
-
-    files: dict[str, bytes]
-    inline: Sequence[str]
-
-
-def render(plot: Plot, columns: int | None = None) -> RenderedPlot:
-    """Draws a figure into its files, the same bytes each time, and into SVGs for the page.
-    `columns`: of a paper that its files are as wide as, 1 or 2, with text of 8 points; None: as
-    wide as it takes.
+def render(plot: Plot, columns: int | None = None) -> tuple[dict[str, bytes], list[str]]:
+    """Draws a figure into its files by suffix, the same bytes each time, and into an SVG of each
+    subplot for the page, empty for an empty place of its grid. `columns`: of a paper that its files
+    are as wide as, 1 or 2, with text of 8 points; None: as wide as it takes.
     """
     from matplotlib import style
 
@@ -166,11 +156,10 @@ def render(plot: Plot, columns: int | None = None) -> RenderedPlot:
                 for part in itertools.chain(*plot.grid())
             ]
             svgs = [_svg(_lay_out(_figure(part))) if part else "" for part in single_plots]
-    inline = [
+    return files, [
         _inline(svg, f"{plot.name}-{place}-", plot.title) if svg else ""
         for place, svg in enumerate(svgs)
     ]
-    return RenderedPlot(files, inline)
 
 
 def whole_figure(plot: Plot) -> Figure:

@@ -89,14 +89,14 @@ class Run:
         column_of = self.series if table == "rounds" else self.table(table).get
         return all(has_numbers(column_of(name)) for name in names)
 
-    def pairs(self, table: str, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of a table with numbers in both columns: their rounds, float64 [n] (NaN where
-        the table has none), and the columns, float64 [n, 2].
+    def points(self, table: str, *names: str) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of a table with numbers in all k columns: their rounds, float64 [n] (NaN where
+        the table has none), and the columns, float64 [n, k].
         """
         columns = self.table(table)
-        if not {x, y} <= columns.keys():
-            return np.empty(0), np.empty((0, 2))
-        points = np.stack([columns[x], columns[y]], 1)
+        if not {*names} <= columns.keys():
+            return np.empty(0), np.empty((0, len(names)))
+        points = np.stack([columns[name] for name in names], 1)
         finite = np.isfinite(points).all(1)
         rounds = columns.get("round", np.full(len(points), math.nan))
         return rounds[finite], points[finite]
@@ -147,10 +147,6 @@ class Run:
         """The columns of epsilon in the rounds table: rigorous ones, then the formulas."""
         names = [name for name in self.table("rounds") if name.startswith("epsilon_")]
         return sorted(names, key=lambda name: name not in RIGOROUS)
-
-    def kind_of(self, name: str) -> str:
-        """What the epsilons of a column are, in print."""
-        return "rigorous" if name in RIGOROUS else "formula"
 
     @property
     def epsilon_column(self) -> str | None:

@@ -17,7 +17,7 @@ import csv
 import html
 import io
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -50,18 +50,17 @@ class PrintedCell:
         return " ".join(kind for kind, holds in kinds.items() if holds)
 
 
-def mean_cell(
-    spread: SeedSpread, half: float, percent: bool, sign: bool = False
-) -> PrintedCell | None:
-    """A mean with half of its interval in print, and the mean as the value; None for no number.
-    `sign`: of a difference, whose percentage points have no unit.
+def mean_cell(spread: SeedSpread, percent: bool, level: float | None = None) -> PrintedCell | None:
+    """A mean with half of the interval of a repetition in print, and the mean as the value; None
+    for no number. `level`: of a difference, whose own interval it has, at this level; its
+    percentage points have no unit.
     """
     if not spread.count:
         return None
-    text = format_mean(spread.mean, half, percent)
-    if sign:
-        text = f"{'+' if spread.mean > 0 else ''}{text.removesuffix(' %')}"
-    return PrintedCell(spread.mean, text)
+    if level is None:
+        return PrintedCell(spread.mean, format_mean(spread.mean, spread.repetition(), percent))
+    text = format_mean(spread.mean, spread.half_width(level), percent).removesuffix(" %")
+    return PrintedCell(spread.mean, f"{'+' if spread.mean > 0 else ''}{text}")
 
 
 def number_cells(values: Mapping[str, Any], percent: bool) -> Row:
@@ -95,7 +94,6 @@ class Table:
 
     @property
     def heads(self) -> list[str]:
-        """The heads in print."""
         return [head.label if isinstance(head, Quantity) else head for head in self.columns]
 
     @property
@@ -104,7 +102,6 @@ class Table:
 
     @cached_property
     def cells(self) -> list[list[PrintedCell]]:
-        """The cells of each row."""
         return [[_cell(row.get(head), head) for head in self.columns] for row in self.rows]
 
     @cached_property
@@ -118,12 +115,6 @@ def _cell(value: Any, head: Head) -> PrintedCell:
     if isinstance(value, PrintedCell):
         return value
     return PrintedCell(value, number(value, isinstance(head, Quantity) and head.percent))
-
-
-def drop_empty_columns(rows: Sequence[Row], optional: Collection[Head]) -> list[Row]:
-    """The rows without those optional columns in which no cell has anything."""
-    empty = {head for head in optional if all(row.get(head) in (None, "") for row in rows)}
-    return [{head: value for head, value in row.items() if head not in empty} for row in rows]
 
 
 def markdown(table: Table) -> str:

@@ -13,9 +13,8 @@ from test_report import GUARANTEE, keep, lean, made, pieces, results, studied, s
 
 from raydpfl.cli.comparison_table import show
 from raydpfl.errors import ConfigError
-from raydpfl.report import compare
+from raydpfl.report import compare, compare_runs
 from raydpfl.report.figures import Plot
-from raydpfl.report.pages import compare_runs
 from raydpfl.report.pages.comparison import comparison_page
 
 
@@ -62,9 +61,9 @@ def test_how_a_run_is_carried_out_tells_two_of_one_seed_apart_and_else_its_direc
     a = run(tmp_path / "a", client={"actors": 0})
     b = run(tmp_path / "b", client={"actors": 2})
     other = run(tmp_path / "c", seed=1, client={"actors": 2})
+    same = run(tmp_path / "d", client={"actors": 0})
     assert labels(a, b) == [("actors 0", 1), ("actors 2", 1)]
     assert labels(a, other) == [("a", 2)]
-    same = run(tmp_path / "d", client={"actors": 0})
     assert labels(a, same) == [("a", 1), ("d", 1)]
 
 
@@ -90,9 +89,7 @@ def test_other_data_and_other_metrics_are_refused_in_a_line(tmp_path, complain):
 
 
 def test_the_trials_of_a_sweep_are_runs_and_those_that_were_stopped_are_not(tmp_path):
-    for seed, name in enumerate(("a", "b")):
-        made(tmp_path / "trials" / name, seed)
-    swept(tmp_path, ["trials/a", "trials/b"])
+    swept(tmp_path)
     one = run(tmp_path / "alone", seed=2)
     assert labels(tmp_path, one) == [(tmp_path.name + "/a", 3)]
     rows = results(tmp_path)
@@ -114,9 +111,9 @@ HEAD = ["setting", "seeds", "test accuracy", "best", "epsilon", "rounds", "secon
 
 
 def printed(*folders) -> list[str]:
-    console = Console(width=200, highlight=False, record=True, file=io.StringIO())
+    console = Console(width=200, highlight=False, file=io.StringIO())
     show(console, compare_runs(folders))
-    return console.export_text().splitlines()
+    return console.file.getvalue().splitlines()
 
 
 def test_a_terminal_has_one_table_of_eighty_columns_best_first(tmp_path):

@@ -21,12 +21,11 @@ from scipy.special import stdtrit
 from raydpfl import Experiment
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import TradeOff
-from raydpfl.report import write
+from raydpfl.report import compare_runs, page_of, write
 from raydpfl.report.figures import Missing, Plot, parse
 from raydpfl.report.figures.round_timing import PHASES
 from raydpfl.report.html import Page, PageSection, render
 from raydpfl.report.labels import Quantity, quantity
-from raydpfl.report.pages import compare_runs, page_of
 from raydpfl.report.pages.comparison import comparison_page
 from raydpfl.report.pages.run import SECTIONS
 from raydpfl.report.pages.study import epsilons
@@ -363,29 +362,24 @@ def test_the_best_of_a_column_is_the_better_end_of_it(tmp_path):
     assert run.number("best_test_accuracy") == 0.7 and run.number("best_snr") is None
 
 
-def test_an_epsilon_of_a_cell_holds_for_every_seed_of_it(tmp_path):
-    first = made(tmp_path / "first")
-
-    def row(second):
-        cases = [LabelledRun({"arm": "A"}, Run(run, "r")) for run in (first, second)]
-        return epsilons(cases).rows[0]
-
-    larger = {**GUARANTEE, "epsilon": 2 * GUARANTEE["epsilon"]}
-    assert row(made(tmp_path / "larger", holds=[larger]))["epsilon that holds"] == larger["epsilon"]
-    none = row(made(tmp_path / "none", holds=[]))
-    assert none["epsilon that holds"] is None and none["delta"] is None
+@pytest.mark.parametrize(
+    ("holds", "epsilon", "delta"), [([{**GUARANTEE, "epsilon": 6.0}], 6.0, 1e-5), ([], None, None)]
+)
+def test_an_epsilon_of_a_cell_holds_for_every_seed_of_it(holds, epsilon, delta, tmp_path):
+    runs = [made(tmp_path / "first"), made(tmp_path / "second", holds=holds)]
+    row = epsilons([LabelledRun({"arm": "A"}, Run(run, "r")) for run in runs]).rows[0]
+    assert (row["epsilon that holds"], row["delta"]) == (epsilon, delta)
 
 
 def test_each_line_has_the_epsilon_of_its_own_run(tmp_path):
     other = {**GUARANTEE, "delta": 1e-3}
     folders = {"A": made(tmp_path / "a"), "B": made(tmp_path / "b", holds=[other])}
     cases = [LabelledRun({"arm": arm}, Run(folder, arm)) for arm, folder in folders.items()]
-    (drawing,) = parse({"curves": "test_accuracy", "x": "epsilon"}, "show.0").make(cases)
+    item = parse({"curves": "test_accuracy", "x": "epsilon"}, "show.0")
     seen = "that of one client against an observer of every aggregate (fixed size 4 of 12, cohort "
     seen += "hidden), at delta"
-    assert f"Epsilon is of A {seen} 1e-05; of B {seen} 0.001." in drawing.caption
-    (drawing,) = parse({"curves": "test_accuracy", "x": "epsilon"}, "show.0").make(cases[:1])
-    assert f"Epsilon is {seen} 1e-05." in drawing.caption
+    assert f"Epsilon is of A {seen} 1e-05; of B {seen} 0.001." in item.make(cases)[0].caption
+    assert f"Epsilon is {seen} 1e-05." in item.make(cases[:1])[0].caption
 
 
 @pytest.mark.parametrize("scaling", ["update", "gradient"])
@@ -440,7 +434,11 @@ def test_the_numbers_of_a_run_are_those_of_its_summary(tmp_path):
 # ---- sweeps and audits ----
 
 
-def swept(folder, folders, first="completed"):
+def swept(folder, first="completed"):
+    """The directory of a sweep of two trials; `first`: the status of the first."""
+    folders = ["trials/a", "trials/b"]
+    for seed, name in enumerate(folders):
+        made(folder / name, seed)
     rows = {"setting": [0, 1], "local.lr": [0.1, 0.2], "seed": [0, 0]}
     rows |= {"status": [first, "completed"], "rounds": [6, 6], "test_accuracy": [0.5, 0.75]}
     rows |= {"test_loss": [0.9, 0.5], "epsilon_pld": [3.0, 3.0], "seconds": [6.0, 6.0]}
@@ -453,9 +451,7 @@ def swept(folder, folders, first="completed"):
 
 
 def test_a_sweep_marks_its_best_and_says_what_its_choice_is_worth(tmp_path):
-    for seed, name in enumerate(("a", "b")):
-        made(tmp_path / "trials" / name, seed)
-    swept(tmp_path, ["trials/a", "trials/b"])
+    swept(tmp_path)
     best, flatters = page_of(tmp_path).lead
     assert flatters == "It flatters." and "local.lr 0.2: test accuracy 75.00 %" in best
     found = pieces(tmp_path)
@@ -466,9 +462,7 @@ def test_a_sweep_marks_its_best_and_says_what_its_choice_is_worth(tmp_path):
 
 def test_a_run_that_failed_has_no_score_in_a_sweep(tmp_path):
     """It has what it reached before."""
-    for seed, name in enumerate(("a", "b")):
-        made(tmp_path / "trials" / name, seed)
-    swept(tmp_path, ["trials/a", "trials/b"], first="failed")
+    swept(tmp_path, first="failed")
     rows = rows_of(pieces(tmp_path), "settings")
     head = next(name for name in rows[0] if name.startswith("test accuracy"))
     assert [row["local.lr"] for row in rows] == ["0.2", "0.1"] and not rows[1][head]
@@ -565,11 +559,11 @@ ARMS = ("A-1", "B", "Free")  # the last of them is not private
 SCORES = {"A-1": 0.5, "B": 0.25, "Free": 0.75}
 
 
-def studied(folder, show=SHOW):
+def studied(folder):
     """The directory of a study of two panels, three arms, two accountings and two seeds."""
     about = {"id": "mine/one", "title": "<one>", "shows": "The claim.", "scale": "small"}
     folder.mkdir(exist_ok=True)
-    text = yaml.safe_dump({"study": about, "show": yaml.safe_load(show)}) + "...\n"
+    text = yaml.safe_dump({"study": about, "show": yaml.safe_load(SHOW)}) + "...\n"
     (folder / "study.yaml").write_text(text)
     every = itertools.product(("iid", "0.5"), ("paper", "true", None), ARMS, (1, 2))
     rows = [_row(folder, *of) for of in every if (of[1] is None) == (of[2] == "Free")]
@@ -920,13 +914,13 @@ def test_figures_for_a_paper_are_as_wide_as_its_columns_with_text_of_eight_point
         axes.set_xlabel("round")
 
     parts = [Subplot(f"panel {place}", draw) for place in range(4)]
-    found = drawn(Plot("few", "Few", "", parts, [LegendKey("some", look(0))]), columns)
-    svg = found.files["svg"].decode()
+    files, inline = drawn(Plot("few", "Few", "", parts, [LegendKey("some", look(0))]), columns)
+    svg = files["svg"].decode()
     assert float(re.search(r'<svg [^>]*width="([\d.]+)pt"', svg)[1]) == pytest.approx(72 * inches)
-    box = re.search(rb"/MediaBox \[([^\]]*)\]", found.files["pdf"])[1].split()
+    box = re.search(rb"/MediaBox \[([^\]]*)\]", files["pdf"])[1].split()
     assert float(box[2]) == pytest.approx(72 * inches)
     assert {*re.findall(r"font(?:-size)?: ([\d.]+)px", svg)} == {"8"}
-    assert re.search(r"font(-size)?: 10px", "".join(found.inline))  # the page is no paper
+    assert re.search(r"font(-size)?: 10px", "".join(inline))  # the page is no paper
 
 
 def test_what_bounding_left_is_named_only_where_it_is_drawn(folder):

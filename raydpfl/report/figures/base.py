@@ -93,6 +93,7 @@ class ReportItem(Member):
     """
 
     axis_fields: ClassVar[tuple[str, ...]] = ()  # the fields that name axes
+    number_fields: ClassVar[tuple[str, ...]] = ()  # those that name numbers of a run
 
     only: Only = Field(default_factory=dict)
     title: str = ""
@@ -108,9 +109,10 @@ class ReportItem(Member):
         """The labels that the item names, each with its axis."""
         return [(axis, label) for axis, labels in self.only.items() for label in labels]
 
-    def numbers(self) -> Sequence[str]:
-        """The numbers of a run that it shows, by name."""
-        return ()
+    def numbers(self) -> Iterable[str]:
+        """The numbers of a run that the item names."""
+        for name in self.number_fields:
+            yield from _tuple_of(getattr(self, name))
 
     def shown(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         """The item, of those of these runs that it shows."""
@@ -233,11 +235,10 @@ def group_keys(panels: Sequence[Panel], shape: str = "line") -> list[LegendKey]:
 
 
 def runs_of(panels: Sequence[Panel]) -> list[Run]:
-    """All runs of these panels, in their order."""
     return [run for panel in panels for group in panel.groups for run in group.runs]
 
 
-def seed_note(panels: Sequence[Panel]) -> str:
-    """What is said where of several runs of a group the first alone is shown."""
+def seed_note(panels: Sequence[Panel], note: str = " Of several seeds, the first.") -> str:
+    """What is said where a group has several runs."""
     has_seeds = any(len(group.runs) > 1 for panel in panels for group in panel.groups)
-    return " Of several seeds, the first." if has_seeds else ""
+    return note if has_seeds else ""

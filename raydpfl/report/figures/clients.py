@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from raydpfl.privacy import column
+from raydpfl.privacy import RIGOROUS, column
 from raydpfl.report.figures.base import Need, PlotItem, group_keys, name_of, runs_of, seed_note
-from raydpfl.report.labels import Quantity, accountant, join_names, quantity
+from raydpfl.report.labels import Quantity, accountant, epsilon_words, join_names, quantity
 from raydpfl.report.plot_style import REFERENCE, Axes, LegendKey, dots, look, scale, thin
 from raydpfl.report.run_reader import Panel, Run
 
@@ -52,11 +52,8 @@ class PersonalEpsilon(PlotItem):
         scale(axes, "y", y_quantity, np.concatenate([budgets, *values.values()]))
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
-        kind_of = panels[0].run.kind_of
-        keys = [
-            LegendKey(f"{accountant(name)} ({kind_of(name)})", key_look, "point")
-            for name, key_look in common[0].items()
-        ]
+        looks = common[0].items()
+        keys = [LegendKey(epsilon_words(name), key_look, "point") for name, key_look in looks]
         return [*keys, LegendKey("spent = budget", REFERENCE)]
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
@@ -76,7 +73,7 @@ def epsilons_of(run: Run) -> list[str]:
     names = [name for name in table if name.startswith("epsilon_") and name != CLAIMED_EPSILON]
     names = [name for name in names if np.isfinite(table[name]).any()]
     names = [name for name in names if not stated_columns or name in stated_columns]
-    return sorted(names, key=lambda name: run.kind_of(name) != "rigorous")
+    return sorted(names, key=lambda name: name not in RIGOROUS)
 
 
 def _concatenate_column(runs: Sequence[Run], name: str) -> np.ndarray:
@@ -129,8 +126,8 @@ class SelectionProbability(PlotItem):
 
     def points(self, run: Run, y: str) -> np.ndarray:
         """Both columns of the clients that have both, float64 [n, 2], by what is across."""
-        pairs = run.pairs("selection", COLUMNS[self.x], y)[1]
-        return pairs[np.argsort(pairs[:, 0], kind="stable")]
+        points = run.points("selection", COLUMNS[self.x], y)[1]
+        return points[np.argsort(points[:, 0], kind="stable")]
 
 
 class SelectionMap(PlotItem):
@@ -149,9 +146,7 @@ class SelectionMap(PlotItem):
     kind: str = "selection_map"
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
-        columns = panel.run.table("selection")
-        clients = np.stack([columns[name] for name in ("samples", "budget", "probability")], 1)
-        clients = clients[np.isfinite(clients).all(1)]
+        _, clients = panel.run.points(self.need.table, *self.need.columns)
         sizes, budgets, chances = clients[thin(len(clients), MAX_SELECTION_POINTS)].T
         style: Any = {"s": 300 * chances / chances.max(), "color": look(0).colour, "alpha": 0.6}
         axes.scatter(sizes, budgets, **style)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from raydpfl.report.figures.base import Need, PlotItem
+from raydpfl.report.figures.base import Need, PlotItem, seed_note
 from raydpfl.report.plot_style import PALETTE, Axes, thin
 from raydpfl.report.run_reader import Panel, Run
 
@@ -61,8 +61,7 @@ class Confusion(PlotItem):
         rounds = sorted({last + 1 for *_, last in common.values()})  # as curves count them
         text = "Of the samples of each class, in a row, the share in percent that was taken for "
         text += f"each class, at the last evaluation (round {', '.join(map(str, rounds))})."
-        if any(len(panel.groups[0].runs) > 1 for panel in panels):
-            text += " Samples of all seeds together."
+        text += seed_note(panels, " Samples of all seeds together.")
         return f"{text} From {self.needs().table}.parquet."
 
 

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,9 +19,9 @@ from raydpfl.report.figures.base import (
     name_of,
     runs_of,
 )
-from raydpfl.report.labels import Quantity, join_names, quantity
+from raydpfl.report.labels import Quantity, epsilon_words, join_names, quantity
 from raydpfl.report.plot_style import LOG_SPAN, Axes, LegendKey, Look, look, scale
-from raydpfl.report.run_reader import Group, Panel, Run
+from raydpfl.report.run_reader import Group, Panel
 
 BOUNDING_HINT = "measure: [bounding]"
 HINTS = {
@@ -69,14 +69,13 @@ class Curves(PlotItem):
     groups.
     """
 
+    number_fields: ClassVar[tuple[str, ...]] = ("of",)
+
     kind: str = "curves"
     of: Names = ("test_accuracy",)
     x: str = "round"
     main: str = ""
     log: bool | None = None
-
-    def numbers(self) -> Sequence[str]:
-        return self.of
 
     def needs(self) -> Need:
         main_column = self.main or self.of[-1]
@@ -117,7 +116,9 @@ class Curves(PlotItem):
         alone = len(panel.groups) == 1 and len(columns) > 1
         for group, (place, name) in itertools.product(panel.groups, enumerate(columns)):
             if (group, name) in lines:
-                line_look = look(place) if alone else _look(group.place, place, columns)
+                # of several columns each has a dash
+                dash = place if len(columns) > 1 else None
+                line_look = look(place) if alone else look(group.place, dash)
                 _draw_line(axes, lines[group, name], line_look, len(group.runs) > 1)
         x = np.concatenate([x for x, *_ in lines.values()])
         wide_range = self.x.startswith("epsilon") and x.max() >= LOG_SPAN * x.min()
@@ -139,10 +140,10 @@ class Curves(PlotItem):
         if len(columns) == 1:
             return groups
         if not groups:
-            words = [_column_words(name, panels[0].run) for name in columns]
+            words = [epsilon_words(name) or quantity(name).words for name in columns]
             return [LegendKey(text, look(place)) for place, text in enumerate(words)]
         return [
-            LegendKey(f"{label}: {quantity(name).words}", _look(group_place, place, columns))
+            LegendKey(f"{label}: {quantity(name).words}", look(group_place, place))
             for group_place, label in group_places(panels)
             for place, name in enumerate(columns)
         ]
@@ -162,11 +163,6 @@ class Curves(PlotItem):
             text += f" Lines are means over {span} seeds; bands reach from the least to the"
             text += " greatest."
         return f"{text} From rounds.parquet.".strip()
-
-
-def _look(place: int, column: int, columns: Sequence[str]) -> Look:
-    """The look of a group, with a dash for each column where there are several."""
-    return look(place, column if len(columns) > 1 else None)
 
 
 def _draw_line(axes: Axes, line: Sequence[np.ndarray], line_look: Look, band: bool) -> None:
@@ -206,14 +202,6 @@ def _column_description(name: str, panels: Sequence[Panel]) -> str:
     if name == "bias_across" and not any(run.has("rounds", ("bias_within",)) for run in runs):
         return cite_papers(BIAS_ACROSS_DESCRIPTION)
     return cite_papers(DESCRIPTIONS.get(name, ""))
-
-
-def _column_words(name: str, run: Run) -> str:
-    """A column in the legend of one run: of an epsilon, its kind too."""
-    words = quantity(name).words
-    if not name.startswith("epsilon_"):
-        return words
-    return f"{words.removeprefix('epsilon, ')} ({run.kind_of(name)})"
 
 
 def _terms(panels: Sequence[Panel]) -> str:

@@ -22,15 +22,13 @@ class Points(PlotItem):
     """
 
     axis_fields: ClassVar[tuple[str, ...]] = ("x", "colour", "facet")
+    number_fields: ClassVar[tuple[str, ...]] = ("of",)
     dodge: ClassVar[float] = 3  # points of print between lines at one label: equal ones are seen
 
     kind: str = "points"
     of: str = "test_accuracy"
     x: str = "data"
     log: bool | None = None  # the axis of the labels; none: see `label_axis`
-
-    def numbers(self) -> Sequence[str]:
-        return (self.of,)
 
     def needs(self) -> str:
         return f"{self.of} of runs along the axis {self.x}"
@@ -93,9 +91,7 @@ class Points(PlotItem):
         return f"{text}{error_bar_caption(common)} From the summaries of the runs."
 
 
-def label_axis(
-    axes: Axes, words: str, places: Mapping[str, float], log: bool | None = None
-) -> None:
+def label_axis(axes: Axes, words: str, places: Mapping[str, float], log: bool | None) -> None:
     """Sets up the axis that labels stand on, with a tick for each where they are few: numbers as
     numbers, logarithmic (or as `log` says) where the largest is `LOG_SPAN` times the smallest; else
     side by side.

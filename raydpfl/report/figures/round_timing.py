@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from raydpfl.report.figures.base import Need, PlotItem
+from raydpfl.report.figures.base import Need, PlotItem, seed_note
 from raydpfl.report.labels import Quantity, number
 from raydpfl.report.plot_style import Axes, look, scale
 from raydpfl.report.run_reader import Panel, Run
@@ -51,9 +51,7 @@ class Phases(PlotItem):
     def caption(self, panels: Sequence[Panel], common: Any) -> str:
         text = "Seconds of the coordinator in each phase, over all rounds; clients train is the"
         text += " time until the last of them has answered."
-        if any(len(panel.groups[0].runs) > 1 for panel in panels):
-            text += " Means over the seeds."
-        return f"{text} From rounds.parquet."
+        return f"{text}{seed_note(panels, ' Means over the seeds.')} From rounds.parquet."
 
 
 def seconds_of(runs: Sequence[Run]) -> dict[str, float]:

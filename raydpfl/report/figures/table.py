@@ -1,20 +1,25 @@
-"""Numbers of the cells of a study: means, differences, and what is printed."""
+"""Numbers of the cells of a study: one over another, means, differences, and what is printed."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 from pydantic import Field
 
 from raydpfl.config.overrides import value_at
-from raydpfl.report.figures.base import Missing, Names, Piece, ReportItem, name_of
+from raydpfl.report.figures.base import Missing, Names, Piece, PlotItem, ReportItem, name_of
 from raydpfl.report.labels import count_text, numeric, quantity
+from raydpfl.report.plot_style import Axes, dots, look, scale
 from raydpfl.report.run_reader import (
+    Group,
     LabelledRun,
+    Panel,
     find_varying_axes,
     group_by,
     labels_of,
@@ -23,20 +28,78 @@ from raydpfl.report.run_reader import (
     values_of,
 )
 from raydpfl.report.statistics import SeedSpread, SeedValues, total
-from raydpfl.report.tables import (
-    PrintedCell,
-    Row,
-    Table,
-    axes_row,
-    drop_empty_columns,
-    mean_cell,
-    number_cells,
-)
+from raydpfl.report.tables import PrintedCell, Row, Table, axes_row, mean_cell, number_cells
 
 PLUS_MINUS = "\N{PLUS-MINUS SIGN}"
 REPETITION = "and half of the 95 % interval in which the mean of as many other seeds falls, tuning "
 REPETITION += "included."
+VALUES = ("accuracy", "std", "note", "source")  # columns of printed numbers that no label stands in
 Key = tuple[tuple[str, ...], str]  # of a cell: the labels of its row, and that of its column
+
+
+class Scatter(PlotItem):
+    """A point for each cell: its number `of` over its number `x`, means over the seeds. With
+    `against`, a label of the axis `arm`, the number is the difference to that arm at the same other
+    labels, seed by seed: what clipping costs over its bias (000 Theorem 3.1).
+    """
+
+    number_fields: ClassVar[tuple[str, ...]] = ("of",)
+
+    kind: str = "scatter"
+    of: str = "test_accuracy"
+    x: str = "norm_mean"
+    against: str = ""
+
+    def labels(self) -> Sequence[tuple[str, str]]:
+        return [*super().labels(), *([("arm", self.against)] if self.against else [])]
+
+    def needs(self) -> str:
+        return f"{self.of} and {self.x} of finished runs"
+
+    def has(self, case: LabelledRun) -> bool:
+        return case.number(self.of) is not None
+
+    def headline(self) -> str:
+        against = f", against {self.against}," if self.against else ""
+        return f"{quantity(self.of).words.capitalize()}{against} over {quantity(self.x).words}"
+
+    def slug(self) -> str:
+        return name_of(self.of, "over", self.x)
+
+    def arrange_panels(self, cases: Sequence[LabelledRun]) -> list[Panel]:
+        """One panel, with a group for each label of `colour`, whatever the others are."""
+        by_label = group_by(cases, lambda case: case.labels.get(self.colour, ""))
+        places = labels_of(cases, self.colour) or [""]
+        groups = [Group(label, places.index(label), by_label[label]) for label in by_label]
+        return [Panel("", groups)]
+
+    def prepare(self, panels: Sequence[Panel]) -> Any:
+        """The points of each group by its place, float64 [n, 2]."""
+        cases = [case for group in panels[0].groups for case in group.cases]
+        cells = group_by(cases, lambda case: tuple(sorted(case.labels.items())))
+        points: dict[int, list[tuple[float, float]]] = {}
+        for group in panels[0].groups:
+            for labels in dict.fromkeys(tuple(sorted(case.labels.items())) for case in group.cases):
+                y = values_of(cells[labels], self.of)
+                if self.against:
+                    base_labels = {**dict(labels), "arm": self.against}
+                    base = cells.get(tuple(sorted(base_labels.items())), ())
+                    y = total([(1, y), (-1, values_of(base, self.of))])
+                point = values_of(cells[labels], self.x).spread().mean, y.spread().mean
+                if self.against != dict(labels).get("arm") and np.isfinite(point).all():
+                    points.setdefault(group.place, []).append(point)
+        return {place: np.array(group_points) for place, group_points in points.items()} or None
+
+    def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
+        for place, points in common.items():
+            dots(axes, points, look(place), 0.9, 7)
+        x, y = np.concatenate([*common.values()]).T
+        scale(axes, "x", quantity(self.x), x)
+        scale(axes, "y", quantity(self.of), y, log=False)
+
+    def caption(self, panels: Sequence[Panel], common: Any) -> str:
+        difference_text = f" less that of {self.against}, seed by seed" if self.against else ""
+        return f"A point is a cell, means over the seeds{difference_text}. From results.parquet."
 
 
 class TableItem(ReportItem):
@@ -52,6 +115,7 @@ class TableItem(ReportItem):
     """
 
     axis_fields: ClassVar[tuple[str, ...]] = ("rows", "columns")
+    number_fields: ClassVar[tuple[str, ...]] = ("of",)
 
     kind: str = "table"
     of: str = "test_accuracy"
@@ -68,50 +132,41 @@ class TableItem(ReportItem):
         against = [(self.columns, self.against)] if self.against else []
         return [*super().labels(), *against]
 
-    def numbers(self) -> Sequence[str]:
-        return (self.of,)
-
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
-        metric_quantity = quantity(self.of)
-        title = self.title or metric_quantity.words.capitalize()
-        best = f"best_{self.of}"
+        score = quantity(self.of)
+        title = self.title or score.words.capitalize()
         grid = CellGrid(cases, self.rows, self.columns)
-        base = self.against if self.against in grid.across else grid.across[0]
-        points = ", in percentage points" if metric_quantity.percent else ""
         if not grid.has(self.of):
             return [Missing(title, f"needs {self.of} of a finished run")]
-
-        def table(name: str, title: str, text: str, rows: Sequence[Row], suffix: str = "") -> Table:
-            caption = f"{text} From results.parquet.{suffix}"
-            return Table(name, title, caption, rows, unit=metric_quantity.stored_unit)
-
-        def means(name: str) -> list[Row]:
-            def cell(key: Key) -> PrintedCell | None:
-                spread = grid.spread(name, key)
-                return mean_cell(spread, spread.repetition(), metric_quantity.percent)
-
-            return grid.rows(cell)
-
-        text = f"Means over the seeds, {REPETITION} In the "
-        name = name_of("table", self.of)
-        tables = [table(name, title, f"{text}last rounds.", means(self.of))]
-        if self.best and grid.has(best):
-            text += "best round. It is chosen by what is shown, on the test set, which flatters."
-            tables.append(table(name_of("table", best), f"{title}, best round", text, means(best)))
+        base = self.against if self.against in grid.across else grid.across[0]
+        points = ", in percentage points" if score.percent else ""
         comparisons = len(grid.across) - 1
         level = 1 - 0.05 / max(comparisons, 1)
         interval_words = "half of the 95 % interval of the true mean, corrected for "
         interval_words += f"{count_text(comparisons, 'comparison')} a row."
+
+        def table(name: str, title: str, text: str, rows: Sequence[Row], note: str = "") -> Table:
+            caption = f"{text} From results.parquet.{note}"
+            unit = "fraction" if score.percent else score.unit
+            return Table(name, title, caption, rows, unit=unit)
+
+        def means(name: str) -> list[Row]:
+            return grid.rows(lambda key: mean_cell(grid.spread(name, key), score.percent))
+
+        text = f"Means over the seeds, {REPETITION} In the "
+        tables = [table(name_of("table", self.of), title, f"{text}last rounds.", means(self.of))]
+        best = f"best_{self.of}"
+        if self.best and grid.has(best):
+            text += "best round. It is chosen by what is shown, on the test set, which flatters."
+            tables.append(table(name_of("table", best), f"{title}, best round", text, means(best)))
         if comparisons and any(case.seed is not None for case in cases):
             text = f"Differences to {base} seed by seed, in the last rounds{points}: means over "
             text += f"the seeds that both have, and {interval_words}"
+            rows = grid.rows(
+                lambda key: mean_cell(grid.gain(self.of, key, base), score.percent, level),
+                without=base,
+            )
             name = name_of("differences", self.of)
-
-            def difference(key: Key) -> PrintedCell | None:
-                gain = grid.gain(self.of, key, base)
-                return mean_cell(gain, gain.half_width(level), metric_quantity.percent, sign=True)
-
-            rows = grid.rows(difference, without=base)
             tables.append(table(name, f"{title}, against {base}", text, rows))
         text = "All of it, a row for each cell, with half of the interval of a repetition"
         text += f"; differences seed by seed{points}, with {interval_words}" if comparisons else "."
@@ -119,22 +174,24 @@ class TableItem(ReportItem):
         if self.published:
             note = f" Printed numbers are those of published/{self.published}; a number of another"
             note += " data set is not put next to ours."
-        name = name_of("cells", self.of)
         cells = self._cells(grid, base, level)
+        name = name_of("cells", self.of)
         return [*tables, table(name, f"{title}, every cell", text, cells, note)]
 
     def _cells(self, grid: CellGrid, base: str, level: float) -> list[Row]:
-        """All numbers, a row for each cell."""
         percent = quantity(self.of).percent
-        best = f"best_{self.of}"
-        published_table = self._published_table(grid.cases[0].home)
+        published_table = PublishedTable([])
+        home = grid.cases[0].home
+        if self.published and home is not None:
+            with suppress(OSError, ValueError):
+                published_table = PublishedTable.read(home / "published" / self.published)
         rows = []
 
         def columns(head: str, value: float, half: float) -> Row:
             return number_cells({head: value, f"{head} {PLUS_MINUS}": half}, percent)
 
         for key, cases in grid.cells.items():
-            mean, top = grid.spread(self.of, key), grid.spread(best, key)
+            mean, top = grid.spread(self.of, key), grid.spread(f"best_{self.of}", key)
             gain = grid.gain(self.of, key, base) if key[1] != base else SeedValues({}).spread()
             printed_cell, other_task = self._printed_number(published_table, grid, cases[0])
             optional = {
@@ -148,34 +205,27 @@ class TableItem(ReportItem):
             }
             heads = axes_row(grid.axes, key[0])
             rows.append({**heads, self.columns: key[1], "seeds": mean.count, **optional})
-        return drop_empty_columns(rows, optional)
-
-    def _published_table(self, home: Path | None) -> PublishedTable | None:
-        if not self.published or home is None:
-            return None
-        try:
-            return PublishedTable.read(home / "published" / self.published)
-        except (OSError, ValueError):
-            return None
+        empty = {head for head in optional if all(row[head] in (None, "") for row in rows)}
+        return [{head: row[head] for head in row if head not in empty} for row in rows]
 
     def _printed_number(
-        self, published_table: PublishedTable | None, grid: CellGrid, case: LabelledRun
+        self, published_table: PublishedTable, grid: CellGrid, case: LabelledRun
     ) -> tuple[PrintedCell | None, str]:
         """What is printed for the task of a cell, and what for another one, in words."""
-        if published_table is None:
+        if not published_table.rows:
             return None, ""
         axes = {axis: labels_of(grid.cases, axis) for axis in case.labels}
         columns = published_table.columns(axes, self.match)
         data = str(value_at(case.run.config, "data.kind"))
-        number = published_table.number(case.labels, columns, data, self.where, self.value)
-        if number is None:
+        row = published_table.row(case.labels, columns, data, self.where, self.value)
+        if row is None:
             return None, ""
         percent = quantity(self.of).percent
-        std = f" {PLUS_MINUS} {number.std}" if number.std else ""
-        text = f"{number.text}{std}{' %' if percent else ''}"
-        if number.other:
-            return None, f"other task: {text} on {number.other}"
-        value = float(number.text)
+        std = f" {PLUS_MINUS} {row['std']}" if row.get("std") else ""
+        text = f"{row[self.value]}{std}{' %' if percent else ''}"
+        if not is_of_data(row, data):
+            return None, f"other task: {text} on {row.get('dataset') or 'unknown data'}"
+        value = float(row[self.value])
         return PrintedCell(round(value / 100, 6) if percent else value, text), ""
 
 
@@ -204,15 +254,12 @@ class CellGrid:
         ]
 
     def has(self, name: str) -> bool:
-        """Whether any cell has this number."""
         return any(self.spread(name, key).count for key in self.cells)
 
     def values(self, name: str, key: Key) -> SeedValues:
-        """A number of a cell, by seed."""
         return values_of(self.cells.get(key, ()), name)
 
     def spread(self, name: str, key: Key) -> SeedSpread:
-        """A number of a cell over its seeds."""
         return self.values(name, key).spread()
 
     def gain(self, name: str, key: Key, base: str) -> SeedSpread:
@@ -227,13 +274,11 @@ class Values(ReportItem):
     """
 
     axis_fields: ClassVar[tuple[str, ...]] = ("rows",)
+    number_fields: ClassVar[tuple[str, ...]] = ("of",)
 
     kind: str = "values"
     of: Names = ("test_loss",)
     rows: Names = ()
-
-    def numbers(self) -> Sequence[str]:
-        return self.of
 
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
         axes = [*dict.fromkeys([*self.rows, *find_varying_axes(cases)])]
@@ -244,7 +289,7 @@ class Values(ReportItem):
             row = axes_row(axes, labels)
             for name in self.of:
                 spread = values_of(cells[labels], name).spread()
-                row[quantity(name)] = mean_cell(spread, spread.repetition(), quantity(name).percent)
+                row[quantity(name)] = mean_cell(spread, quantity(name).percent)
             rows.append(row)
         title = self.title or "Values"
         if all(row[quantity(name)] is None for row in rows for name in self.of):
@@ -253,32 +298,15 @@ class Values(ReportItem):
         return [Table(name_of("values", *self.of), title, caption, rows)]
 
 
-VALUES = ("accuracy", "std", "note", "source")  # columns that no label stands in
-
-
-@dataclass(frozen=True)
-class PublishedNumber:
-    """A printed number as it stands; `std` as printed, empty for none; `other`: the data set that
-    it is of, where that is not ours.
-    """
-
-    text: str
-    std: str = ""
-    other: str = ""
-
-
 @dataclass(frozen=True)
 class PublishedTable:
     """The rows of a table of printed numbers, by column. A column that says what a number is of is
     an axis of the study if it has its name, or shares labels with it; a study may say so itself.
-    Only numbers of the same data set are put next to ours.
 
     >>> printed = PublishedTable([{"algorithm": "dpnfl", "dataset": "mnist", "accuracy": "80.59"}])
     >>> columns = printed.columns({"arm": ["DPNFL", "DPFedAvg"]}, {})
-    >>> columns, printed.number({"arm": "DPNFL"}, columns, "mnist", {}).text
+    >>> columns, printed.row({"arm": "DPNFL"}, columns, "mnist", {})["accuracy"]
     ({'algorithm': 'arm'}, '80.59')
-    >>> printed.number({"arm": "DPNFL"}, columns, "fashion_mnist_mini", {}).other
-    'mnist'
     """
 
     rows: Sequence[Mapping[str, str]]
@@ -305,17 +333,18 @@ class PublishedTable:
                 columns[name] = matches[0]
         return columns
 
-    def number(
+    def row(
         self,
         labels: Mapping[str, str],
         columns: Mapping[str, str],
         data: str,
         conditions: Mapping[str, str],
         value: str = "accuracy",
-    ) -> PublishedNumber | None:
-        """The number in the column `value` for these labels by axis; None where there is none, or
-        several. `columns`: the axis of each column of labels; `data`: the kind of data that was
-        trained on; `conditions`: further columns and what must stand in them.
+    ) -> Mapping[str, str] | None:
+        """The row with a number in the column `value` for these labels by axis, of the same data
+        set if there is one; None where there is none, or several. `columns`: the axis of each
+        column of labels; `data`: the kind of data that was trained on; `conditions`: further
+        columns and what must stand in them.
         """
 
         def fits(row: Mapping[str, str]) -> bool:
@@ -327,13 +356,17 @@ class PublishedTable:
             )
 
         rows = [row for row in self.rows if numeric([row.get(value) or "none"]) and fits(row)]
-        # the data set itself, or features of it
-        matches = [row for row in rows if f"{row.get('dataset', '')}_".startswith(f"{data}_")]
-        if len(matches or rows) != 1:
-            return None
-        row = (matches or rows)[0]
-        other_data = "" if matches else (row.get("dataset") or "unknown data")
-        return PublishedNumber(row[value], row.get("std", ""), other_data)
+        rows = [row for row in rows if is_of_data(row, data)] or rows
+        return rows[0] if len(rows) == 1 else None
+
+
+def is_of_data(row: Mapping[str, str], data: str) -> bool:
+    """Whether a printed number is of this kind of data, or of features of it.
+
+    >>> is_of_data({"dataset": "mnist"}, "fashion_mnist_mini")
+    False
+    """
+    return f"{row.get('dataset', '')}_".startswith(f"{data}_")
 
 
 def normalize(label: str) -> str:

@@ -87,7 +87,7 @@ def lines_of(run: Run) -> dict[str, list[np.ndarray]]:
     )
     lines: dict[str, Any] = {"before bounding": [rounds, *norms]}
     if _has_factors(run):
-        places, pairs = run.pairs("clients", "norm", "factor")
+        places, pairs = run.points("clients", "norm", "factor")
         order = np.argsort(places, kind="stable")
         places, round_starts = np.unique(places[order], return_index=True)
         by_round = np.split(pairs[order].prod(1), round_starts[1:])
@@ -135,7 +135,6 @@ class Cloud(PlotItem):
         return Need("clients", (self.of, self.y), "measure: [clients, bounding]")
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
-        """The thirds of each run."""
         max_points = min(MAX_THIRD_POINTS, MAX_FIGURE_POINTS // (len(THIRDS) * len(panels)))
         return {panel.run: thirds_of(panel.run, self.of, self.y, max_points) for panel in panels}
 
@@ -187,8 +186,8 @@ def _has_mean(common: dict[Run, list[Third]]) -> bool:
 
 def thirds_of(run: Run, x: str, y: str, max_points: int) -> list[Third]:
     """The thirds of a run, with so many points each at most, of these columns of its clients."""
-    rounds, points = run.pairs("clients", x, y)
-    update_rounds, updates = run.pairs("rounds", f"update_{x}", f"update_{y}")
+    rounds, points = run.points("clients", x, y)
+    update_rounds, updates = run.points("rounds", f"update_{x}", f"update_{y}")
     if not run.sends_updates:
         update_rounds, updates = update_rounds[:0], updates[:0]
     thirds = []

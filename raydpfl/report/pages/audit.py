@@ -81,7 +81,6 @@ def tiles(facts: dict[str, Any]) -> list[Tile]:
 
 
 def table(views: Sequence[View]) -> Table:
-    """What is claimed, proven and estimated, a row for each observer."""
     rows: list[Row] = []
     for view in views:
         claim, estimate = view["claimed"], view["estimate"]
@@ -109,7 +108,6 @@ def table(views: Sequence[View]) -> Table:
 
 
 def checks(results: Sequence[Mapping[str, Any]]) -> Table:
-    """The checks of what ran against what was accounted for."""
     rows: list[Row] = []
     for check in results:
         passed = check["passed"]
@@ -121,7 +119,6 @@ def checks(results: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def bounds(views: Sequence[View]) -> Piece:
-    """Of every observer: the epsilon that is claimed, the least that is proven, the estimate."""
     subplots = [Subplot(observer(view), partial(_bounds, view=view)) for view in views]
     caption = (
         "Proven: the least epsilon that the canaries' guesses leave possible, with the confidence "
@@ -137,7 +134,6 @@ def bounds(views: Sequence[View]) -> Piece:
 
 
 def observer(view: View) -> str:
-    """Against whom, in a few words."""
     claim = view["claimed"]
     text = f"{claim['observer']} ({claim['sampling'].split(';')[0]})"
     return textwrap.shorten(text, 2 * CHARACTERS - 4, placeholder=" ...")

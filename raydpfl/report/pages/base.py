@@ -25,7 +25,6 @@ class PageSource:
 
     @classmethod
     def fits(cls, folder: Path) -> bool:
-        """Whether a directory is of this kind."""
         return (folder / cls.file).is_file()
 
     def page(self) -> Page:

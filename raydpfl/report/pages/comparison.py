@@ -117,7 +117,6 @@ class SeedGroup:
 
     @property
     def accountants(self) -> list[str]:
-        """By which accountants it holds."""
         return sorted({run.holds[0].accountant for run in self.runs if run.holds})
 
     @property
@@ -150,7 +149,6 @@ class Comparison:
         self.settings = self._settings()
 
     def _differing_keys(self, runs: Iterable[Run]) -> list[str]:
-        """The keys in which some of the runs differ."""
         names = differing_keys([self._leaves[run] for run in runs])
         return [name for name in names if name != "seed"]
 
@@ -224,7 +222,6 @@ def _check_data(runs: Sequence[Run]) -> None:
 
 
 def _metric(runs: Sequence[Run], metric: str | None) -> str:
-    """The score to compare by, checked."""
     scores = {run.name: _scores(run) for run in runs}
     common = [name for name in scores[runs[0].name] if all(name in s for s in scores.values())]
     expected = f"a score that all of them have ({', '.join(common) or 'there is none'})"
@@ -261,9 +258,7 @@ def names(folders: Sequence[Path]) -> list[str]:
 
 
 def comparison_page(comparison: Comparison) -> Page:
-    """The page. Runs that are seeds of one setting are one line with a band; of many settings the
-    best are drawn, and the tables have all.
-    """
+    """The page: of many settings the best are drawn, and the tables have all."""
     settings = comparison.settings
     runs = comparison.runs
     metric = comparison.metric
@@ -275,7 +270,7 @@ def comparison_page(comparison: Comparison) -> Page:
     curve_names = {piece.name for piece in curves if isinstance(piece, Plot)}
     other_sections = [
         replace(part, pieces=[p for p in part.pieces if getattr(p, "name", "") not in curve_names])
-        for part in run_sections(cases, {"Privacy": guarantees(settings)})
+        for part in run_sections(cases, guarantees(settings))
     ]
     first_source = RunSource(runs[0].folder)
     sections = [
@@ -312,7 +307,6 @@ def warnings(comparison: Comparison, drawn_count: int) -> list[str]:
 
 
 def epsilon_words(setting: SeedGroup) -> str:
-    """The epsilon that holds, in words."""
     if setting.epsilon is None:
         return "no rigorous guarantee" if setting.private else "not private"
     guarantee = setting.runs[0].holds[0]
@@ -325,36 +319,32 @@ def results(comparison: Comparison) -> Table:
     all_guarantees = [g for run in comparison.runs for g in run.guarantees]
     kinds = dict.fromkeys((g.accountant, g.kind) for g in all_guarantees)
     scores = [name for name in SCORES if any(r.number(name) is not None for r in comparison.runs)]
+    other_scores = [f"best_{metric}", *(name for name in scores if name != metric)]
+    std = Quantity("std", "std", percent=quantity(metric).percent)
     rows: list[Row] = []
     for setting in comparison.settings:
-
-        def mean(name: str, setting: SeedGroup = setting) -> Row:
-            return {quantity(name): setting.spread(name).mean}
-
-        std = Quantity("std", "std", percent=quantity(metric).percent)
-        row = {"setting": setting.label, "seeds": len(setting.runs), **mean(metric)}
-        row |= {std: setting.spread(metric).std}
-        for name in (f"best_{metric}", *(name for name in scores if name != metric)):
-            row |= mean(name)
+        score = setting.spread(metric)
+        row: Row = {"setting": setting.label, "seeds": len(setting.runs)}
+        row |= {quantity(metric): score.mean, std: score.std}
+        row |= {quantity(name): setting.spread(name).mean for name in other_scores}
         row["epsilon that holds"] = setting.epsilon
         largest_epsilons = stated_epsilons(setting.runs)
         for name, kind in kinds:
             row[f"epsilon, {accountant(name)} ({kind})"] = largest_epsilons.get((name, kind))
-        rows.append({**row, **mean("rounds"), **mean("seconds")})
+        row |= {quantity(name): setting.spread(name).mean for name in ("rounds", "seconds")}
+        rows.append(row)
     caption = "Means over the seeds, with the sample standard deviation of the first score; of "
     caption += "epsilons the largest. The best round is chosen on what is shown, which flatters it."
     return Table("results", "Results", f"{caption} From summary.json.", rows)
 
 
 def differences(comparison: Comparison) -> Table:
-    """The keys in which the configs of the settings differ."""
     rows: list[Row] = [{"setting": s.label, **s.values} for s in comparison.settings]
     caption = "What the configs differ in, but for the seed; empty where one has no such key. "
     return Table("differences", "Differences", f"{caption}From config.yaml.", rows)
 
 
 def guarantees(settings: Sequence[SeedGroup]) -> list[Piece]:
-    """All guarantees of the first run of each setting."""
     rows: list[Row] = [
         {"setting": setting.label, **guarantee_row(guarantee, setting.runs[0])}
         for setting in settings

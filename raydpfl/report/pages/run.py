@@ -63,7 +63,7 @@ class RunSource(PageSource):
     def page(self) -> Page:
         run = Run(self.folder, self.folder.resolve().name, self.flaws)
         sections = [
-            *run_sections([LabelledRun({"run": run.name}, run)], {"Privacy": privacy(run)}),
+            *run_sections([LabelledRun({"run": run.name}, run)], privacy(run)),
             PageSection("Numbers", [*rounds_table(run), *numbers(run)]),
             PageSection("Config", [self.file_text(self.file)]),
         ]
@@ -74,11 +74,9 @@ class RunSource(PageSource):
         return [Run(self.folder, name)]
 
 
-def run_sections(
-    cases: Sequence[LabelledRun], leading_pieces: Mapping[str, Sequence[Piece]]
-) -> list[PageSection]:
+def run_sections(cases: Sequence[LabelledRun], guarantees: Sequence[Piece]) -> list[PageSection]:
     """The sections of runs, on the axis `run`, with a curve of every other score too.
-    `leading_pieces`: what stands before these in a section, by its title.
+    `guarantees`: what stands first under privacy.
     """
     scores = dict.fromkeys(name for case in cases for name in score_columns(case.run))
     curves = [{"curves": name} for name in scores if name not in ("test_accuracy", "test_loss")]
@@ -87,7 +85,8 @@ def run_sections(
         if items[:1] == SCORES[:1]:
             items = [*items[:-1], *curves, *items[-1:]]
         pieces = [piece for item in items for piece in default_pieces(item, cases)]
-        sections.append(PageSection(title, [*leading_pieces.get(title, ()), *pieces]))
+        leading_pieces = guarantees if title == "Privacy" else ()
+        sections.append(PageSection(title, [*leading_pieces, *pieces]))
     return sections
 
 
@@ -105,7 +104,6 @@ def default_pieces(item: Mapping[str, Any], cases: Sequence[LabelledRun]) -> Seq
 
 
 def score_columns(run: Run) -> list[str]:
-    """The scores of its rounds."""
     columns = run.table("rounds")
     return [name for name in columns if is_score(name) and run.has("rounds", (name,))]
 
@@ -136,7 +134,6 @@ def scores_of(run: Run) -> dict[str, str]:
 
 
 def outcome(run: Run) -> str:
-    """The main result in a sentence."""
     scores = [f"{quantity(name).words} {score}" for name, score in scores_of(run).items()]
     if not scores:
         return f"No round has been evaluated. {guarantee_text(run)}"
@@ -145,7 +142,6 @@ def outcome(run: Run) -> str:
 
 
 def guarantee_text(run: Run) -> str:
-    """What holds, in words."""
     if not run.summary:
         return "What it guarantees will stand in its summary.json."
     if not run.guarantees:
@@ -188,7 +184,6 @@ def state(run: Run) -> list[str]:
 
 
 def privacy(run: Run) -> list[Piece]:
-    """All guarantees, as a table and in words."""
     if not run.guarantees:
         return [Words("", [guarantee_text(run)])]
     caption = "Epsilons of different kinds are never compared: rigorous ones are guarantees, a "
@@ -199,7 +194,6 @@ def privacy(run: Run) -> list[Piece]:
 
 
 def guarantee_row(guarantee: Guarantee, run: Run) -> Row:
-    """A guarantee that a run states."""
     return {
         "kind": KINDS[guarantee.kind]
         + (", as user-defined classes declare" if guarantee.declared else ""),
@@ -216,7 +210,6 @@ def guarantee_row(guarantee: Guarantee, run: Run) -> Row:
 
 
 def rounds_table(run: Run) -> list[Piece]:
-    """The rounds that were evaluated."""
     scores = score_columns(run)
     if not scores:
         return []

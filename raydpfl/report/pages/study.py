@@ -62,22 +62,17 @@ class StudySource(PageSource):
     def page(self) -> Page:
         cases = self.cases
         items = [parse(item, f"show.{place}") for place, item in enumerate(self.show)]
-        result_pieces = [piece for item in items for piece in item.shown(cases)]
-        privacy_pieces = [epsilons(cases), words(cases)] if cases else []
-        sections = [
-            PageSection("What it shows and what was chosen", self.about_pieces()),
-            PageSection("Claims", self.claims()),
-            PageSection("Results", result_pieces),
-            PageSection("Privacy", privacy_pieces),
-            PageSection("Identities", self.identities()),
-            PageSection("How values were chosen", self.choices()),
-            PageSection("Runs", [self.final_runs()]),
-            PageSection("Study", [self.file_text(self.file)]),
-        ]
-        sections = [
-            replace(section, pieces=[self.add_provenance(piece) for piece in section.pieces])
-            for section in sections
-        ]
+        pieces: dict[str, list[Piece]] = {
+            "What it shows and what was chosen": self.about_pieces(),
+            "Claims": self.claims(),
+            "Results": [piece for item in items for piece in item.shown(cases)],
+            "Privacy": [epsilons(cases), words(cases)] if cases else [],
+            "Identities": self.identities(),
+            "How values were chosen": self.choices(),
+            "Runs": [self.final_runs()],
+            "Study": [self.file_text(self.file)],
+        }
+        sections = [PageSection(k, [*map(self.add_provenance, v)]) for k, v in pieces.items()]
         title = f"Study {self.about.get('id', self.folder.resolve().name)}"
         title += f": {self.about['title']}" if self.about.get("title") else ""
         lead = outcomes(cases, [name for item in items for name in item.numbers()])
@@ -177,10 +172,8 @@ class StudySource(PageSource):
         summary = self.summary
         seeds = count_text(len(summary.get("seeds", ())), "seed")
         cells = count_text(summary.get("cells"), "cell")
-        tiles = [
-            Tile("scale", str(self.about.get("scale", "")), seeds),
-            Tile("final runs", number(summary.get("final", {}).get("runs")), cells),
-        ]
+        tiles = [Tile("scale", str(self.about.get("scale", "")), seeds)]
+        tiles.append(Tile("final runs", number(summary.get("final", {}).get("runs")), cells))
         if runs := summary.get("tried", {}).get("runs"):
             tiles.append(Tile("runs to choose by", number(runs), "on rows held out of training"))
         if claims := [claim["verdict"] for claim in summary.get("claims", ())]:
@@ -195,7 +188,6 @@ class StudySource(PageSource):
         return [*tiles, *time_tile(summary, "the whole study")]
 
     def identities(self) -> list[Piece]:
-        """Arms whose models must be equal."""
         rows: list[Row] = []
         for identity in self.summary.get("identities", ()):
             verdict = {True: "held", False: "BROKEN", None: "not compared"}[identity["held"]]
@@ -376,9 +368,7 @@ def chosen_values(rows: Sequence[ResultRow], judge: str) -> Table:
         edges = [key for key in values if edge(values[key], [v.get(key) for v in all_values])]
         table_rows.append({**row, "at an edge": join_names(edges)})
     caption = "The values that were chosen, and the means over the tuning seeds that all settings "
-    caption += (
-        "of a cell reached, on rows held out of training. At an edge: the value is the least "
-    )
-    caption += "or the largest that was tried, so that one beyond may be better. Epsilon of all "
-    caption += "tries: what they spend together, next to the final runs. From tuning.parquet."
+    caption += "of a cell reached, on rows held out of training. At an edge: the value is the "
+    caption += "least or the largest that was tried, so that one beyond may be better. Epsilon of "
+    caption += "all tries: what they spend together, next to the final runs. From tuning.parquet."
     return Table("tuning", "Chosen values", caption, table_rows)

@@ -136,7 +136,6 @@ class SweepSource(PageSource):
         return Run(folder, name or folder.name, self.flaws)
 
     def outcome(self) -> str:
-        """The best setting in a sentence."""
         if not self.best:
             return "No setting is the best."
         values = ", ".join(f"{key} {value}" for key, value in self.best_values.items())
@@ -161,7 +160,6 @@ class SweepSource(PageSource):
         return [*tiles, *time_tile(self.summary, "the whole sweep")]
 
     def search_plots(self) -> list[Piece]:
-        """The metric over each searched value."""
         cases = [
             LabelledRun(s.values, self.run(s.trials[0]), {self.metric: score, "best": s.best})
             for _, s in sorted(self.settings.items())
@@ -231,6 +229,5 @@ class SweepSource(PageSource):
         return [*item.make(cases)]
 
     def privacy(self) -> list[Piece]:
-        """The guarantees of the first run of the best setting."""
         best = [s.trials[0] for s in self.settings.values() if s.best]
         return privacy(self.run(best[0])) if best else []
