@@ -43,12 +43,10 @@ def fetch(address: str, folder: Path, file_filter: Callable[[str], bool]) -> lis
     return names
 
 
-def _fetch_without_checkpoints(
-    checkpoint: re.Pattern[str], address: str, folder: Path
-) -> list[str]:
-    """As `fetch`, with an empty file for each of the checkpoints, which are not read here."""
-    names = fetch(address, folder, lambda name: not checkpoint.fullmatch(name))
-    for name in filter(checkpoint.fullmatch, names):
+def _fetch_without_checkpoints(pattern: re.Pattern[str], address: str, folder: Path) -> list[str]:
+    """As `fetch`, with an empty file for each of those of this pattern, which are not read here."""
+    names = fetch(address, folder, lambda name: not pattern.fullmatch(name))
+    for name in filter(pattern.fullmatch, names):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()

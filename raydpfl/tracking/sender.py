@@ -7,7 +7,6 @@ kill kept from a tracker are sent then, rows that are computed again are not sen
 new tracker is sent all.
 """
 
-import json
 import logging
 import queue
 import threading
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from raydpfl.errors import FileError
-from raydpfl.storage.files import read_text
+from raydpfl.storage.files import read_json
 from raydpfl.storage.run_files import write_json
 from raydpfl.tracking.base import Log, Row, Tracked, Tracker
 
@@ -38,7 +37,7 @@ class Book:
         self._lock = threading.Lock()
         self._entries: dict[str, dict[str, Any]] = {}
         try:
-            entries = json.loads(read_text(self.path)) if self.path.exists() else {}
+            entries = read_json(self.path) if self.path.exists() else {}
             self._entries = {
                 tracker: {"id": str(entry["id"]), "rounds": int(entry["rounds"])}
                 for tracker, entry in entries.items()

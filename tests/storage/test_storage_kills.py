@@ -74,12 +74,13 @@ class Bucket:
 
 
 def spent(files: dict[str, bytes]) -> list[bytes]:
-    """The lines of the ledger."""
+    """The lines of the ledger, put together the plain way."""
     text = files.get("ledger.jsonl", b"")
-    for name in files:
-        head, mark, begins = name.partition("ledger.jsonl.from-")
-        if mark and not head:
-            text = max(text, text[: int(begins)] + files[name], key=len)
+    for name in sorted(name for name in files if name.startswith("ledger.jsonl.from-")):
+        begins = int(name.rpartition("-")[2])
+        rest = text[begins:]
+        assert files[name].startswith(rest) or rest.startswith(files[name])
+        text = max(text, text[:begins] + files[name], key=len)
     return text.splitlines()
 
 
