@@ -35,27 +35,15 @@ import pyarrow.parquet as pq
 from raydpfl.storage.arrow import pack_column
 from raydpfl.storage.run_files import Extent, Pace, clear, file_errors, replace_file
 
-COUNTS = frozenset(
-    {"round", "client", "cohort", "lost", "dropped", "actors", "replaced", "wrapped"}
-    | {"samples", "batch", "participations", "steps", "actual", "predicted"}
-)
-WORDS = frozenset({"conditions_failed"})
-NAMES = frozenset({"calibrated_by"})
+COUNTS: tuple[str, ...] = ("round", "client", "cohort", "lost", "dropped", "actors", "replaced")
+COUNTS += ("wrapped", "samples", "batch", "participations", "steps", "actual", "predicted")
+TYPES = dict.fromkeys(COUNTS, pa.int64())  # of the columns that are not float64
+TYPES |= {"conditions_failed": pa.list_(pa.string()), "calibrated_by": pa.string()}
 
 
 def schema(names: Iterable[str]) -> pa.Schema:
-    """The columns of a table: int64 for `COUNTS`, lists of strings for `WORDS`, strings for
-    `NAMES`, else float64.
-    """
-    return pa.schema([pa.field(name, _type(name)) for name in names])
-
-
-def _type(name: str) -> pa.DataType:
-    if name in COUNTS:
-        return pa.int64()
-    if name in NAMES:
-        return pa.string()
-    return pa.list_(pa.string()) if name in WORDS else pa.float64()
+    """The columns of a table, of the types in `TYPES`; of any other name float64."""
+    return pa.schema([pa.field(name, TYPES.get(name, pa.float64())) for name in names])
 
 
 class StoredTable:

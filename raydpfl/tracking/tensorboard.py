@@ -44,7 +44,6 @@ class Events(Log):
                 name += ".1"
             self._file = open(folder / name, "wb")  # noqa: SIM115
             self._records = RecordWriter(self._file)
-        with file_errors(folder):
             self._write(file_version="brain.Event:2")
             if first_round:
                 self._write(step=first_round, session_log=SessionLog(status=SessionLog.START))
