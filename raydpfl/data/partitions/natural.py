@@ -8,7 +8,7 @@ import numpy as np
 from numpy.random import Generator
 from pydantic import Field, model_validator
 
-from raydpfl.data.partitions.base import Deal, Partition
+from raydpfl.data.partitions.base import Assignment, Partition
 from raydpfl.data.sizes import Sizes
 from raydpfl.errors import ConfigError
 
@@ -30,7 +30,9 @@ class Natural(Partition):
             raise ConfigError("data.partition.most", self.most, expected)
         return self
 
-    def assign(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: Generator) -> Deal:
+    def assign(
+        self, labels: np.ndarray, clients: int, sizes: Sizes, generator: Generator
+    ) -> Assignment:
         order = np.argsort(labels, kind="stable")
         counts = np.bincount(labels, minlength=clients)
         client_mask = counts >= self.least

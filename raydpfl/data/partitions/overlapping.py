@@ -8,7 +8,7 @@ import numpy as np
 from numpy.random import Generator
 from pydantic import Field, model_validator
 
-from raydpfl.data.partitions.base import Deal, Partition
+from raydpfl.data.partitions.base import Assignment, Partition
 from raydpfl.data.sizes import Sizes, apportion
 from raydpfl.errors import ConfigError
 
@@ -44,7 +44,9 @@ class Overlapping(Partition):
     def overlaps(self) -> bool:
         return True
 
-    def assign(self, labels: np.ndarray, clients: int, sizes: Sizes, generator: Generator) -> Deal:
+    def assign(
+        self, labels: np.ndarray, clients: int, sizes: Sizes, generator: Generator
+    ) -> Assignment:
         rows = [np.flatnonzero(labels == label) for label in np.unique(labels)]
         if self.classes is not None and self.classes >= len(rows):
             expected = f"fewer than the {len(rows)} classes of the data"
