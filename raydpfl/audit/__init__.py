@@ -37,9 +37,9 @@ import pyarrow as pa
 
 from raydpfl import storage
 from raydpfl.audit import checks, client_canaries, local_step_canaries, observers
-from raydpfl.audit.bounds import OneShot, curve_bound, one_run_bound, one_shot
 from raydpfl.audit.checks import Check
 from raydpfl.audit.observers import ObserverAudit
+from raydpfl.audit.privacy_curve import ClaimDelta
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.privacy import rigorous
@@ -48,16 +48,7 @@ from raydpfl.simulation.resolution import resolve
 from raydpfl.storage.run_files import make_folder, replace_file, write_json
 from raydpfl.storage.tables import write_table
 
-__all__ = [
-    "Audit",
-    "Check",
-    "ObserverAudit",
-    "OneShot",
-    "audit",
-    "curve_bound",
-    "one_run_bound",
-    "one_shot",
-]
+__all__ = ["Audit", "Check", "ObserverAudit", "audit"]
 
 WORTH_HAVING = 1000  # the fewest canaries for a useful bound
 # of the noise's energy, or of free guesses per canary: what may weaken an audit unremarked
@@ -86,11 +77,14 @@ class Audit:
     notes: tuple[str, ...] = ()  # what weakens the audit
 
     @property
+    def failures(self) -> list[str]:
+        """The checks that failed, with what they have found."""
+        return [f"{check.name}: {check.finding}" for check in self.checks if not check.passed]
+
+    @property
     def passed(self) -> bool:
         """Whether nothing contradicts the claims."""
-        return all(check.passed for check in self.checks) and not any(
-            view.refuted or view.exceeded for view in self.views
-        )
+        return not self.failures and not any(view.refuted or view.exceeded for view in self.views)
 
     @property
     def verdict(self) -> str:
@@ -102,10 +96,10 @@ class Audit:
 
         refutations = [view for view in self.views if view.refuted]
         excesses = [view for view in self.views if view.exceeded]
-        failures = [f"{check.name}: {check.finding}" for check in self.checks if not check.passed]
         problems = []
-        if failures:
-            problems.append(f"what ran is not what was accounted for ({'; '.join(failures)})")
+        if self.failures:
+            faults = "; ".join(self.failures)
+            problems.append(f"what ran is not what was accounted for ({faults})")
         if refutations:
             view = max(refutations, key=lambda view: view.proven / view.claimed.epsilon)
             proof = f"the canaries prove at least {view.lower:.4g}"
@@ -129,10 +123,15 @@ class Audit:
             f"all {len(self.checks)} checks pass. {unseen}"
         )
 
+    @property
+    def false_alarm(self) -> dict[str, float]:
+        """How often sound runs are suspected, at most, by what suspects them."""
+        tests = sum(check.false_alarm for check in self.checks)
+        tests += len(self.views) * observers.FALSE_ALARM
+        return {"checks and estimates": tests, "each lower bound": 1 - self.views[0].confidence}
+
     def to_dict(self) -> dict[str, Any]:
         """As `audit.json` has it."""
-        false_alarm = sum(check.false_alarm for check in self.checks)
-        false_alarm += len(self.views) * observers.FALSE_ALARM
         return {
             "passed": self.passed,
             "verdict": self.verdict,
@@ -140,10 +139,7 @@ class Audit:
             "seed": self.seed,
             "not_looked_at": list(self.unseen),
             "notes": list(self.notes),
-            "false_alarm": {
-                "checks and estimates": false_alarm,
-                "each lower bound": 1 - self.views[0].confidence,
-            },
+            "false_alarm": self.false_alarm,
             "views": [view.to_dict() for view in self.views],
             "checks": [asdict(check) for check in self.checks],
         }
@@ -311,7 +307,7 @@ def _audit(
     runs: int,
     views: list[ObserverAudit],
     results: list[Check],
-    claim_deltas: Sequence[observers.ClaimDelta],
+    claim_deltas: Sequence[ClaimDelta],
     unseen: tuple[str, ...],
     crowd: float = 0.0,
 ) -> Audit:

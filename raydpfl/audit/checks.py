@@ -5,13 +5,10 @@ Exact checks never raise a false alarm. A statistical check, all its comparisons
 one in at most `alarm` of sound runs.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,14 +16,12 @@ from scipy.stats import binom, kstest
 
 from raydpfl.audit.canaries import ROUNDING, CanaryRun
 from raydpfl.audit.client_canaries import ClientCanaryRun, sum_mechanism
+from raydpfl.audit.privacy_curve import ClaimDelta
 from raydpfl.check.contract import largest_correlation, normal_limit, tail
 from raydpfl.methods.noise import Whitening, whitening_matrix
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation.plan import Plan
 from raydpfl.training.backends.base import StepNoise
-
-if TYPE_CHECKING:
-    from raydpfl.audit.observers import ClaimDelta
 
 FALSE_ALARM = 1e-4  # of one check on a sound run
 _CURVE = 1e-3  # relative, of delta: what two exact computations may differ by
@@ -108,7 +103,7 @@ def cohorts(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM) -> Chec
         finding = f"a cohort has {misfits[0]} clients, where the accountants have {sampling.size}"
         return Check("cohorts", False, finding)
     rounds = len(runs[0].rounds)
-    counts = [(times, client) for run in runs for client, times in run.counts.items()]
+    counts = [(times, client) for run in runs for client, times in run.state.participations.items()]
     times, client = max(counts, default=(0, 0))
     anomaly = ""
     # each of the two spends half of the false alarms

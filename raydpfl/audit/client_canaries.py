@@ -142,11 +142,6 @@ class ClientCanaryRun(CanaryRun):
         """For draws that no run makes, which are not held against those of its rounds."""
         return MonitoredNoise(self.experiment.noise, self.plan.noise_seed, self.plan.d, 0, None)
 
-    @property
-    def counts(self) -> Mapping[int, int]:
-        """How often clients were drawn."""
-        return self.state.participations
-
     def collect(self, t: int, cohort: Cohort) -> tuple[np.ndarray, list[ChunkResult]]:
         """The std of the noise is computed again from what the accountants read."""
         plan = self.plan
@@ -340,7 +335,7 @@ class ClientCanaryRun(CanaryRun):
         terms = plan.experiment.terms
         relation, delta, v = terms.relation, terms.delta, terms.v
         if mechanism.proof_gap:  # the first observer against whom there is a proof
-            max_participations = max(self.counts.values(), default=0)
+            max_participations = max(self.state.participations.values(), default=0)
             choices = views(mechanism, relation, rounds, max_participations)
             view = next((view for view in choices if not view.mechanism.proof_gap), None)
             if view is None:

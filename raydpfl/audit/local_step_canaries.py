@@ -35,7 +35,7 @@ from raydpfl.audit import observers
 from raydpfl.audit.bounds import Family, TradeOffCurve
 from raydpfl.audit.canaries import CanaryRun, OtherRows, Rows, execute_run
 from raydpfl.audit.checks import Check
-from raydpfl.audit.privacy_curve import CERTAIN, delta_lower_bound, presence
+from raydpfl.audit.privacy_curve import CERTAIN, ClaimDelta, delta_lower_bound, presence
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
@@ -88,10 +88,6 @@ class SampleCanaries:
         return SampleGradients(module, e.data.task, bound)
 
     @cached_property
-    def ends(self) -> np.ndarray:
-        return np.cumsum(self.plan.population.sizes[self.clients])
-
-    @cached_property
     def inside(self) -> np.ndarray:
         """The coins, bool [m]: the first of the two samples."""
         seed = self.plan.experiment.seed
@@ -102,13 +98,13 @@ class SampleCanaries:
         ]
         return np.concatenate(coins) < 0.5
 
-    def part(self, client: int) -> slice | None:
-        """The places of a client's canaries; None for a client without."""
-        place = int(np.searchsorted(self.clients, client))
-        if place == len(self.clients) or self.clients[place] != client:
-            return None
-        end = int(self.ends[place])
-        return slice(end - int(self.plan.population.sizes[client]), end)
+    @cached_property
+    def parts(self) -> dict[int, slice]:
+        """The places of canaries, by client."""
+        sizes = self.plan.population.sizes[self.clients]
+        ends = np.cumsum(sizes)
+        bounds = zip(self.clients.tolist(), (ends - sizes).tolist(), ends.tolist(), strict=True)
+        return {client: slice(start, end) for client, start, end in bounds}
 
     def pair(self, client: int) -> tuple[Rows, Rows]:
         """Both samples of all of a client's canaries; y is int64, or float32 for regression."""
@@ -130,11 +126,10 @@ class SampleCanaries:
 
     def rows(self, client: int) -> Rows | None:
         """The samples that the coins took, x and y; None for a client without canaries."""
-        part = self.part(client)
-        if part is None:
+        if client not in self.parts:
             return None
         (x, y), (other_x, other_y) = self.pair(client)
-        inside = self.inside[part]
+        inside = self.inside[self.parts[client]]
         wide = inside.reshape(-1, *[1] * (x.ndim - 1))
         return np.where(wide, x, other_x), np.where(inside, y, other_y)
 
@@ -203,7 +198,7 @@ class SampleCanaryRun(CanaryRun):
         chunk = state.chunk
         slot = int(block.slots[0])
         client = int(chunk.clients[slot])
-        part = self.canaries.part(client)
+        part = self.canaries.parts.get(client)
         if part is None:
             return
         model = state.actor.model.cpu()
@@ -255,7 +250,7 @@ class SampleCanaryRun(CanaryRun):
         """
         initial_power = np.zeros_like(self.power)
         for client, times in Counter(client for _, client in self.participations).items():
-            part = self.canaries.part(client)
+            part = self.canaries.parts[client]
             n = int(self.plan.population.sizes[client])
             weights = self._weights(n)
             scale = weights.sum() / (np.linalg.norm(weights) * n * _steps(self.plan).stds[client])
@@ -350,13 +345,13 @@ class SampleCanaryRun(CanaryRun):
 
         return at
 
-    def delta_lower_bounds(self, claims: Sequence[Guarantee]) -> list[observers.ClaimDelta]:
+    def delta_lower_bounds(self, claims: Sequence[Guarantee]) -> list[ClaimDelta]:
         """The claims of single clients, with their least deltas: a sample is in a batch by chance,
         or in one batch of every whole epoch.
         """
         steps = _steps(self.plan)
         counts = _counts(self.plan)
-        deltas: list[observers.ClaimDelta] = []
+        deltas: list[ClaimDelta] = []
         for claim in observers.smallest_claims(claims):
             client = claim.sampling.client
             if client is None:

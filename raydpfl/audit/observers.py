@@ -9,7 +9,7 @@ which the canary takes part count.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from raydpfl.audit.bounds import (
     optimal_guess_count,
 )
 from raydpfl.audit.client_canaries import ClientCanaryRun, sum_mechanism
-from raydpfl.audit.privacy_curve import CERTAIN, delta_lower_bound, presence
+from raydpfl.audit.privacy_curve import CERTAIN, ClaimDelta, delta_lower_bound, presence
 from raydpfl.config.user_classes import is_user_defined
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
@@ -42,9 +42,6 @@ from raydpfl.privacy.guarantee import Observer
 from raydpfl.privacy.observers import ObserverView
 from raydpfl.privacy.observers import views as observers
 from raydpfl.simulation.plan import Plan
-
-# a claim, and the least delta that the mechanism has at its epsilon; None: unknown
-ClaimDelta: TypeAlias = tuple[Guarantee, float | None]
 
 EXCEEDS = 4.0  # standard errors by which an estimate must pass the claim to speak against it
 FALSE_ALARM = 3.2e-5  # how often chance alone takes a sound run there
@@ -234,7 +231,8 @@ def delta_lower_bounds(
 def _max_counts(runs: Sequence[ClientCanaryRun]) -> tuple[int, int]:
     """The most rounds that any run composes, and that any client was in."""
     rounds = max(int(run.plan.composed_rounds[len(run.rounds) - 1]) for run in runs)
-    return rounds, max((times for run in runs for times in run.counts.values()), default=0)
+    counts = [times for run in runs for times in run.state.participations.values()]
+    return rounds, max(counts, default=0)
 
 
 def smallest_claims(claims: Sequence[Guarantee]) -> list[Guarantee]:

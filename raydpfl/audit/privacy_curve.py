@@ -15,11 +15,14 @@ directions at once.
 
 import math
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
 from scipy.special import log_ndtr, logsumexp, ndtr
 from scipy.stats import binom
+
+from raydpfl.privacy import Guarantee
 
 _CELLS = 1 << 16  # of the table from which a loss is inverted
 _FAR = 9.0  # standard deviations beyond which a round's loss is left out, of mass 1e-19
@@ -29,11 +32,13 @@ _GAP = 1e-3  # of epsilon: what rounding all losses down may cost
 _LOST = 1e-15  # of probability: what may lie outside of the grid on either side
 _ERROR = 1e-13  # of probability: the same, and the rounding of the Fourier transforms
 
+# a claim, and the least delta that the mechanism has at its epsilon; None: unknown
+ClaimDelta: TypeAlias = tuple[Guarantee, float | None]
+Presence: TypeAlias = tuple[float, ...]  # see `presence`
+CERTAIN: Presence = (0.0, 1.0)  # of a client in every cohort once
 
-CERTAIN: tuple[float, ...] = (0.0, 1.0)  # `presence` of a client in every cohort once
 
-
-def presence(q: float, draws: int = 1) -> tuple[float, ...]:
+def presence(q: float, draws: int = 1) -> Presence:
     """The probabilities that a client comes up 0, 1, ... times in `draws` draws."""
     max_draws = int(binom.isf(1e-12, draws, q)) + 1
     pmf = binom.pmf(np.arange(min(max_draws, draws) + 1), draws, q)
@@ -41,9 +46,7 @@ def presence(q: float, draws: int = 1) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=256)
-def delta_lower_bound(
-    epsilon: float, mu: float, presence: tuple[float, ...], rounds: float
-) -> float:
+def delta_lower_bound(epsilon: float, mu: float, presence: Presence, rounds: float) -> float:
     """The least delta, from 0 to 1, at `epsilon` >= 0 of a mechanism that contains `rounds` rounds
     of mu = sensitivity / std in which the client is drawn 0, 1, ... times with the probabilities
     `presence`; below the true delta of the pair by some per mille of epsilon at most. Where it is
@@ -57,9 +60,7 @@ def delta_lower_bound(
     return max(_delta(epsilon, mu, presence, int(rounds), forward) for forward in (True, False))
 
 
-def _delta(
-    epsilon: float, mu: float, presence: tuple[float, ...], rounds: int, forward: bool
-) -> float:
+def _delta(epsilon: float, mu: float, presence: Presence, rounds: int, forward: bool) -> float:
     """As `delta_lower_bound`, of P against Q (`forward`), or of Q against P."""
     times = np.flatnonzero(presence)
     weights = np.array(presence)[times]

@@ -37,7 +37,6 @@ from raydpfl.core.prng import clients_normals
 from raydpfl.errors import ConfigError
 from raydpfl.methods.noise import base as noises
 from raydpfl.methods.noise.banded_gaussian import BandedGaussian
-from raydpfl.methods.noise.keyed_noise import server_noise
 from raydpfl.models.client_histogram import Histogram
 from raydpfl.privacy import Ledger, LocalSteps, Mechanism, Query, Sampling, gaussian_epsilon
 from raydpfl.privacy import epsilon as accounted
@@ -362,33 +361,43 @@ def after(owner, name, change):
     )
 
 
+def instead_of(owner, name):
+    """Decorates what is called in place of a method, with the method and its arguments."""
+    return lambda broken: patched(
+        owner, name, lambda method: lambda *given, **named: broken(method, *given, **named)
+    )
+
+
 def halved(draw):
     """Noise of half the std."""
     return lambda *arguments, **named: draw(*arguments, **named) / 2
+
+
+def before(owner, name, change):
+    """A call gets `change(first, *rest)` in the place of its arguments but the first."""
+    return patched(
+        owner,
+        name,
+        lambda call: lambda first, *rest, **named: call(first, *change(first, *rest), **named),
+    )
 
 
 half_the_clients_noise = patched(noises, "client_noise", halved)
 half_the_servers_noise = patched(noises, "server_noise", halved)
 half_the_counts_noise = patched(noises, "query_noise", halved)
 half_the_noise_of_steps = patched(Plan, "step_stds", halved)
-half_the_histograms_noise = patched(
-    noises, "survey_noise", lambda draw: lambda seed, t, std, *rest: draw(seed, t, std / 2, *rest)
+half_the_histograms_noise = before(
+    noises, "survey_noise", lambda seed, t, std, *rest: (t, std / 2, *rest)
 )
 an_unnoised_count = patched(noises, "query_noise", lambda draw: lambda *where, **which: 0.0)
-a_servers_key_used_twice = patched(
-    noises,
-    "server_noise",
-    lambda draw: lambda seed, t, *rest: draw(seed, 2 if t == 4 else t, *rest),
+a_servers_key_used_twice = before(
+    noises, "server_noise", lambda seed, t, *rest: (2 if t == 4 else t, *rest)
 )
-a_clients_key_used_in_every_round = patched(
-    noises, "client_noise", lambda draw: lambda seed, t, *rest: draw(seed, 0, *rest)
+a_clients_key_used_in_every_round = before(noises, "client_noise", lambda seed, t, *of: (0, *of))
+one_key_for_two_clients = before(
+    noises, "client_noise", lambda seed, t, clients, *of: (t, np.maximum(clients, 2), *of)
 )
-one_key_for_two_clients = patched(
-    noises, "client_noise", lambda draw: lambda *a: draw(*a[:2], np.maximum(a[2], 2), *a[3:])
-)
-a_key_for_all_counts = patched(
-    noises, "query_noise", lambda draw: lambda seed, t, *rest, **more: draw(seed, 0, *rest, **more)
-)
+a_key_for_all_counts = before(noises, "query_noise", lambda seed, t, *of: (0, *of))
 a_wrong_gaussian_curve = patched(
     accounting_pld, "gaussian_epsilon", lambda curve: lambda mu, delta: 0.97 * curve(mu, delta)
 )
@@ -422,17 +431,11 @@ a_bound_by_something_else = patched(
 half_of_what_is_printed = after(
     Plan, "guarantees", lambda claims, *_: [replace(one, epsilon=one.epsilon / 2) for one in claims]
 )
-a_sum_on_a_coarse_grid = patched(
+a_sum_on_a_coarse_grid = before(
     exact_sum,
     "add",
-    lambda add: (
-        lambda total, rows, grid, *rest: add(
-            total, rows, replace(grid, step=grid.step * 2**5), *rest
-        )
-    ),
+    lambda total, rows, grid, *of: (rows, replace(grid, step=grid.step * 2**5), *of),
 )
-
-
 # a twentieth longer than those that are accounted for
 columns_above_1 = after(BandedGaussian, "squares", lambda squares, *_: squares / 1.05**2)
 
@@ -463,15 +466,11 @@ def samples_unclipped(times, when):
     return patched(ChunkTraining, "train", careless)
 
 
-def one_round_behind(patch):
+@instead_of(Ledger, "record")
+def one_round_behind(record, self, *, t, epsilon, **release):
     """Each round is recorded with what was spent before it."""
-    record = Ledger.record
-
-    def late(self, *, t, epsilon, **release):
-        spent = self.entries[-1]["next"] if self.entries else dict.fromkeys(epsilon, 0.0)
-        record(self, t=t, epsilon=spent, next=epsilon, **release)
-
-    patch.setattr(Ledger, "record", late)
+    spent = self.entries[-1]["next"] if self.entries else dict.fromkeys(epsilon, 0.0)
+    record(self, t=t, epsilon=spent, next=epsilon, **release)
 
 
 def noise_of_the_next_bound(patch):
@@ -495,20 +494,20 @@ def noise_of_the_next_bound(patch):
     patch.setattr(Coordinator, "release", late)
 
 
-def noise_that_is_not_gaussian(patch):
-    def uniform(seed, t, std, d):
-        gaussian = server_noise(seed, t, 1.0, d)
-        return std * math.sqrt(12) * (norm.cdf(gaussian) - 0.5)
+noise_that_is_not_gaussian = patched(
+    noises,
+    "server_noise",
+    lambda draw: (
+        lambda seed, t, std, d: std * math.sqrt(12) * (norm.cdf(draw(seed, t, 1.0, d)) - 0.5)
+    ),
+)
 
-    patch.setattr(noises, "server_noise", uniform)
 
-
-def a_client_always_taken(patch):
-    def favouring(cohort, self, t):
-        clients = np.sort(np.unique(np.append(cohort.clients[cohort.clients != 3][:19], 3)))
-        return replace(cohort, clients=clients)
-
-    after(Coordinator, "select", favouring)(patch)
+@instead_of(Coordinator, "select")
+def a_client_always_taken(select, self, t):
+    cohort = select(self, t)
+    clients = np.sort(np.unique(np.append(cohort.clients[cohort.clients != 3][:19], 3)))
+    return replace(cohort, clients=clients)
 
 
 def the_ledger_after_the_release(patch):
@@ -538,29 +537,21 @@ def a_client_again_within_the_bands(patch):
     patch.setattr(Coordinator, "select", same)
 
 
-def a_wrong_composition(patch):
+@instead_of(accounting_pld.LossDistribution, "epsilons")
+def a_wrong_composition(epsilons, self, delta, first, last, *rest, **more):
     """Every second round is forgotten."""
-    epsilons = accounting_pld.LossDistribution.epsilons
-
-    def fewer(self, delta, first, last, *rest, **more):
-        found = epsilons(self, delta, max(1, first // 2), max(1, last // 2), *rest, **more)
-        return np.resize(found, last - first + 1)
-
-    patch.setattr(accounting_pld.LossDistribution, "epsilons", fewer)
+    found = epsilons(self, delta, max(1, first // 2), max(1, last // 2), *rest, **more)
+    return np.resize(found, last - first + 1)
 
 
-def a_count_noised_elsewhere(patch):
+@instead_of(Coordinator, "noisy_answers")
+def a_count_noised_elsewhere(answered, self, *given):
     """What adapts the bound gets the exact sums."""
-    answered = Coordinator.noisy_answers
-
-    def exact(self, *given):
-        plan = self.plan
-        self.plan = replace(plan, side_stds=dict.fromkeys(plan.side_stds, 0.0))
-        sums = answered(self, *given)
-        self.plan = plan
-        return sums
-
-    patch.setattr(Coordinator, "noisy_answers", exact)
+    plan = self.plan
+    self.plan = replace(plan, side_stds=dict.fromkeys(plan.side_stds, 0.0))
+    sums = answered(self, *given)
+    self.plan = plan
+    return sums
 
 
 def a_coarse_grid(patch):
@@ -609,9 +600,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("control", "change", "noticed"), BROKEN)
-def test_a_broken_mechanism_is_noticed_by_the_check_that_is_for_it(
-    control, change, noticed, monkeypatch
-):
+def test_a_broken_mechanism_is_noticed_by_the_check_for_it(control, change, noticed, monkeypatch):
     """The same run without the fault passes all: `test_sound_runs_of_every_kind_pass`."""
     control(monkeypatch)
     done = audit(small(**change), canaries=60)
@@ -692,13 +681,16 @@ def test_sound_runs_with_noise_at_local_steps_pass(change):
     assert [check.name for check in done.checks] == ["ledger", "steps", "curve"]
 
 
+def audit_full_batches(canaries):
+    data = {"kind": "fashion_mnist_mini", "clients": 18, "partition": {"kind": "iid"}}
+    full_batches = stepping(data=data, rounds=4, local={**STEPS["local"], "batch": "full"})
+    return audit(full_batches, canaries=canaries)
+
+
 @pytest.mark.slow
 def test_canary_samples_prove_a_good_part_of_what_is_claimed_of_full_batches():
     """2,000 samples, 600 features, three noisy steps a sample; the estimate holds the claim."""
-    data = {"kind": "fashion_mnist_mini", "clients": 18, "partition": {"kind": "iid"}}
-    done = audit(
-        stepping(data=data, rounds=4, local={**STEPS["local"], "batch": "full"}), canaries=2000
-    )
+    done = audit_full_batches(canaries=2000)
     (view,) = done.views
     assert done.passed, done.verdict
     assert view.claimed.epsilon == pytest.approx(6.0, rel=0.01)
@@ -746,10 +738,7 @@ def test_broken_local_steps_are_noticed(control, noticed, monkeypatch):
 @pytest.mark.slow
 def test_with_half_the_noise_at_local_steps_the_canaries_alone_tell(monkeypatch):
     half_the_noise_of_steps(monkeypatch)
-    data = {"kind": "fashion_mnist_mini", "clients": 18, "partition": {"kind": "iid"}}
-    (view,) = audit(
-        stepping(data=data, rounds=4, local={**STEPS["local"], "batch": "full"}), canaries=1000
-    ).views
+    (view,) = audit_full_batches(canaries=1000).views
     assert view.exceeded and view.estimate.low > 8 > view.claimed.epsilon
 
 
@@ -803,9 +792,7 @@ def test_what_cannot_be_audited_is_refused_in_one_line(sections, message):
 
 
 @pytest.mark.slow
-def test_the_command_prints_the_verdict_and_leaves_scores_and_plain_json(
-    tmp_path, monkeypatch, typed
-):
+def test_the_command_prints_the_verdict_and_leaves_scores_and_json(tmp_path, monkeypatch, typed):
     (tmp_path / "small.yaml").write_text(small().to_yaml())
     command = ["audit", tmp_path / "small.yaml", "rounds=2", "--canaries", "60", "--out"]
     code, said, _ = typed(*command, tmp_path / "sound")

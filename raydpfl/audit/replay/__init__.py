@@ -32,7 +32,7 @@ True
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl.audit import checks, local_step_canaries, observers, result_folder
+from raydpfl.audit import Audit, checks, local_step_canaries, observers, result_folder
 from raydpfl.audit.checks import Check
 from raydpfl.audit.client_canaries import ClientCanaries
 from raydpfl.audit.replay.adversaries import (
@@ -67,46 +67,27 @@ WORK = 2e8  # as `LESS`, of the first world
 
 
 @dataclass(frozen=True)
-class Replay:
-    """What the worlds of a replay come to."""
+class Replay(Audit):
+    """What the worlds of a replay come to: an audit whose runs are worlds, without views."""
 
-    checks: list[Check]
-    worlds: tuple[str, ...]  # in words
-    rounds: int  # of the first
-    seed: int
-    unseen: tuple[str, ...]  # what was not looked at
-
-    @property
-    def passed(self) -> bool:
-        """Whether nothing contradicts what the mechanism declares."""
-        return all(check.passed for check in self.checks)
+    rounds: int = 0  # of the first world
 
     @property
     def verdict(self) -> str:
         """The outcome in plain sentences, with what was not looked at."""
-        failures = [f"{check.name}: {check.finding}" for check in self.checks if not check.passed]
         unseen = f"Not looked at: {'; '.join(self.unseen)}." if self.unseen else ""
-        if failures:
-            return f"What ran is not what was accounted for ({'; '.join(failures)}). {unseen}"
+        if self.failures:
+            faults = "; ".join(self.failures)
+            return f"What ran is not what was accounted for ({faults}). {unseen}"
         names = ", ".join(check.name for check in self.checks)
         return (
-            f"In {len(self.worlds)} worlds of up to {self.rounds} rounds ({names}) nothing moves "
+            f"In {self.runs} worlds of up to {self.rounds} rounds ({names}) nothing moves "
             f"by more than the mechanism declares. {unseen}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """As `audit.json` has it."""
-        return {
-            "passed": self.passed,
-            "verdict": self.verdict,
-            "runs": len(self.worlds),
-            "seed": self.seed,
-            "not_looked_at": list(self.unseen),
-            "notes": [f"world: {world}" for world in self.worlds],
-            "false_alarm": {"checks": sum(check.false_alarm for check in self.checks)},
-            "views": [],
-            "checks": [asdict(check) for check in self.checks],
-        }
+    @property
+    def false_alarm(self) -> dict[str, float]:
+        return {"checks": sum(check.false_alarm for check in self.checks)}
 
     def text(self) -> str:
         """The report, for a terminal."""
@@ -164,10 +145,10 @@ def _world_plan(plan: Plan) -> Plan:
     return replace(plan, experiment=quiet_experiment, platform={**plan.platform, "audit": "replay"})
 
 
-def _rounds(plan: Plan, work: float, min_rounds: int) -> int:
-    """So many rounds of a world as this work allows."""
+def _rounds(plan: Plan, work: float) -> int:
+    """So many rounds of a world as this work allows, two at least."""
     round_work = max(plan.cohort, 1) * (plan.d + OVERHEAD)
-    return min(plan.experiment.rounds, max(min_rounds, int(work / round_work)))
+    return min(plan.experiment.rounds, max(2, int(work / round_work)))
 
 
 def _worlds(plan: Plan, on_world: Callable[[int, int], None]) -> list[World]:
@@ -178,7 +159,7 @@ def _worlds(plan: Plan, on_world: Callable[[int, int], None]) -> list[World]:
     nothing from one round to the next, another of them may differ in every round; else the same
     does in all.
     """
-    short_rounds, long_rounds = min(_rounds(plan, LESS, 2), NEIGHBOURS), _rounds(plan, WORK, 2)
+    short_rounds, long_rounds = min(_rounds(plan, LESS), NEIGHBOURS), _rounds(plan, WORK)
     is_stateful = bool(plan.experiment.stateful or plan.individual)  # budgets run out later
     if is_stateful:
         short_rounds = long_rounds
@@ -283,9 +264,10 @@ def _verdict(
     if gaps:
         suffix = f" and {len(gaps) - 20} more" if len(gaps) > 20 else ""
         unseen.append(f"rounds in which no client differs ({str(gaps[:20])[1:-1]}{suffix})")
-    words = tuple(
-        f"{'adversaries' if isinstance(world, AdversaryWorld) else 'clients that train'}, "
+    notes = tuple(
+        f"world: {'adversaries' if isinstance(world, AdversaryWorld) else 'clients that train'}, "
         f"{world.words}, {len(world.records)} rounds"
         for world in worlds
     )
-    return Replay(results, words, len(base.records), plan.experiment.seed, tuple(unseen))
+    seed = plan.experiment.seed
+    return Replay([], results, len(worlds), seed, tuple(unseen), notes, len(base.records))

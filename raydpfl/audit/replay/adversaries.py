@@ -11,9 +11,8 @@ import torch
 from raydpfl.audit import checks
 from raydpfl.audit.checks import Check
 from raydpfl.audit.client_canaries import FAR, ClientCanaryRun, sum_mechanism
-from raydpfl.audit.replay.rows import replace_victim_rows
-from raydpfl.audit.replay.sum_difference import ROUNDING
-from raydpfl.audit.replay.world import LARGEST, World
+from raydpfl.audit.replay.record import ROUNDING
+from raydpfl.audit.replay.world import LARGEST, World, replace_victim_rows
 from raydpfl.core.messages import Columns
 from raydpfl.core.prng import Purpose, normals
 from raydpfl.methods.noise import NoiseSource, SideQuery

@@ -1,4 +1,6 @@
-"""A world of a replay: a run of some rounds, compared with the same rounds of the first world."""
+"""A world of a replay: a run of some rounds, compared with the same rounds of the first world, and
+the readers of its clients' rows.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,20 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from raydpfl.audit import local_step_canaries
-from raydpfl.audit.canaries import CanaryRun
-from raydpfl.audit.replay.record import ByClient, Neighbour, RoundRecord, mechanism_of
-from raydpfl.audit.replay.rows import ComparedRows, replace_victim_rows
-from raydpfl.audit.replay.sum_difference import ROUNDING, SumDifference
+from raydpfl.audit.canaries import CanaryRun, OtherRows, Rows
+from raydpfl.audit.replay.record import (
+    ROUNDING,
+    ByClient,
+    Neighbour,
+    RoundRecord,
+    SumDifference,
+    mechanism_of,
+)
 from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Columns, Work
+from raydpfl.data import RowReader, Shards
 from raydpfl.errors import BudgetError, ClientError, RunError
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation.client.actor import ClientActor
@@ -113,18 +122,15 @@ class World(CanaryRun):
         assert self.neighbour is not None and reference.cohort is not None
         if not len(reference.cohort) or self.neighbour.victim in reference.cohort.clients:
             self.compared_rounds.add(t)
-        for name, value in record.flow.items():
-            if value != reference.flow.get(name):
-                self.faults.append(f"with {self.neighbour}, {name} of round {t} differs")
+        names = [name for name, value in record.flow.items() if value != reference.flow.get(name)]
         difference = SumDifference(self.plan, self.neighbour, self.is_removed, t, record, reference)
         for query, noise in record.noise.items():
             twin = reference.noise.get(query)  # the same noise in the first world
             size = 0.0 if twin is None else float(np.abs(twin).max(initial=0.0))
             size += 0.0 if record.total is None else float(np.abs(record.total).max(initial=0.0))
             if twin is None or not np.allclose(noise, twin, rtol=0, atol=1e-12 * (1 + size)):
-                self.faults.append(
-                    f"with {self.neighbour}, the noise on {query} of round {t} differs"
-                )
+                names.append(f"the noise on {query}")
+        self.faults += [f"with {self.neighbour}, {name} of round {t} differs" for name in names]
         self.moves += [f"with {self.neighbour}, {fault}" for fault in difference.faults()]
         if self.plan.individual:
             self._squares += difference.square()
@@ -134,7 +140,7 @@ class World(CanaryRun):
         """By how much all that was released until now moves by the victim, against its budget."""
         assert self.neighbour is not None and self.plan.individual is not None
         budgets = self.plan.individual
-        share = (1 if self.neighbour.absent else 2) / budgets.sensitivity_factor
+        share = self.neighbour.share / budgets.sensitivity_factor
         max_square = float(budgets.squares[self.neighbour.victim]) * share**2
         if self._squares <= max_square * (1 + 1e-6):
             return []
@@ -353,3 +359,64 @@ class RecordedPool:
     def losses(self, model: np.ndarray, t: int, clients: np.ndarray, noise_seed: int) -> np.ndarray:
         answers = self._pool.losses(model, t, clients, noise_seed)
         return self._world.answered(t, clients, answers, noise_seed)
+
+
+class ComparedRows(RowReader):
+    """A reader whose rows are held against those that the file has for the client (none has those
+    that are generated), which are read as plainly as possible.
+    """
+
+    def __init__(self, shards: Shards, faults: list[str]):
+        self._reader = shards.reader
+        self._faults = faults
+        files = (shards.folder / f"{name}.arrow" for name in ("train", "clients", "rows"))
+        self._train, self._clients, self._index = (
+            pa.ipc.open_file(pa.memory_map(str(file))).read_all() if file.exists() else None
+            for file in files
+        )
+
+    def rows(self, client: int, row_indices: np.ndarray | None) -> Rows:
+        x, y = self._reader.rows(client, row_indices)
+        self._compare(client, slice(None) if row_indices is None else row_indices, x, y)
+        return x, y
+
+    def read(self, clients: np.ndarray, counts: np.ndarray, width: int) -> Rows | None:
+        whole = self._reader.read(clients, counts, width)
+        if whole is not None:
+            for slot in np.flatnonzero(counts).tolist():
+                x, y = (column[slot, : counts[slot]] for column in whole)
+                self._compare(int(clients[slot]), slice(None), x, y)
+        return whole
+
+    def _compare(
+        self, client: int, row_indices: slice | np.ndarray, x: np.ndarray, y: np.ndarray
+    ) -> None:
+        if self._train is None or self._clients is None:
+            return
+        first_row, size = (column[client].as_py() for column in self._clients.columns)
+        places = np.arange(first_row, first_row + size)[row_indices]
+        if self._index is not None:
+            places = self._index.column(0).to_numpy()[places]
+        file_rows = self._train.take(places)
+        for rows, name in ((x, "x"), (y, "y")):
+            column = file_rows.column(name).combine_chunks()
+            flat = column.flatten() if pa.types.is_fixed_size_list(column.type) else column
+            if rows.tobytes() != flat.to_numpy(zero_copy_only=False).tobytes():  # NaN too
+                fault = f"client {client} is given rows that are not its own"
+                self._faults += [] if fault in self._faults else [fault]
+
+    def release(self) -> None:
+        self._reader.release()
+
+
+def replace_victim_rows(reader: RowReader, victim: int, scale: float) -> OtherRows:
+    """A reader of rows that gives others for those of one client."""
+
+    def victim_rows(client: int) -> Rows | None:
+        if client != victim:
+            return None
+        x, y = reader.rows(client, None)
+        x = x * x.dtype.type(scale) if x.dtype.kind == "f" else x[:, ::-1]
+        return np.ascontiguousarray(x), np.ascontiguousarray(y[::-1])
+
+    return OtherRows(reader, victim_rows)
