@@ -17,7 +17,7 @@ from raydpfl.experiment import Experiment
 from raydpfl.runtime import runner
 from raydpfl.simulation.resolution import resolve
 from raydpfl.storage.files import cache_root, keep_json, read_own_json
-from raydpfl.sweep.timeouts import work, workload_kind
+from raydpfl.sweep.timeouts import workload
 from raydpfl.sweep.trials import name_of
 
 log = logging.getLogger("raydpfl")
@@ -89,8 +89,9 @@ def workloads(runs: Runs) -> dict[Path, list[tuple[Experiment, int]]]:
     for run in runs:
         distinct_runs.setdefault(name_of(run[0]), run)
     for experiment, times in distinct_runs.values():
-        kind = (sorted(workload_kind(experiment)), work(experiment), cores())
-        digest = hashlib.sha256(repr(kind).encode()).hexdigest()[:16]
+        kind, work = workload(experiment)
+        facts = (sorted(kind), work, cores())
+        digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
         path = cache_root() / "rounds" / f"{digest}.json"
         loads.setdefault(path, []).append((experiment, times))
     return loads

@@ -12,19 +12,16 @@ import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError, one_line
 from raydpfl.sweep.results import epsilons
 from raydpfl.sweep.spaces import Interval, Options, Space
 from raydpfl.sweep.sweep import Sweep
-from raydpfl.sweep.trials import SearchSetting, Trial, identity, meaning
+from raydpfl.sweep.trials import SearchSetting, Trial, identity, meaning, rounds_of
 
 MAX_TEXT_LENGTH = 60  # characters of a value that is no number
 log = logging.getLogger("raydpfl")
@@ -222,8 +219,7 @@ def _words(state: str, value: float | None) -> str:
 
 def _curve(trial: Trial, metric: str) -> dict[int, float]:
     """The metric of a trial by rounds done; empty where it cannot be read."""
-    with suppress(OSError, KeyError, pa.ArrowException):
-        rows = pq.read_table(trial.folder / "rounds.parquet", columns=["round", metric])
-        pairs = zip(*(rows[name].to_pylist() for name in ("round", metric)), strict=True)
-        return {t + 1: value for t, value in pairs if value is not None and np.isfinite(value)}
-    return {}
+    table = rounds_of(trial.folder)
+    rows = [] if table is None else table.to_pylist()
+    values = {row["round"] + 1: row.get(metric) for row in rows}
+    return {t: value for t, value in values.items() if value is not None and np.isfinite(value)}

@@ -78,6 +78,7 @@ def gather(
         failures = []  # as the number of trials, it is of more than the best
         runs = Runs(len(trials), len(trials), len(trials))
     states = [trial.status for trial in trials]
+    failed = [{"directory": f"trials/{t.folder.name}", "reason": t.failure()} for t in failures]
     summary: dict[str, Any] = {
         "status": "running" if not is_over else "failed" if problem else "completed",
         "reason": problem,
@@ -86,9 +87,7 @@ def gather(
         "metric": sweep.search.metric,
         "better": "larger" if sweep.sign > 0 else "smaller",
         "trained": {"runs": runs.all, "private": runs.private},
-        "failed": [
-            {"directory": f"trials/{t.folder.name}", "reason": t.failure()} for t in failures
-        ],
+        "failed": failed,
         "choice": statement(settings, sweep, runs, best is not None or not is_over, composition),
     }
     if composition:

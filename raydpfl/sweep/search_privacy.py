@@ -43,11 +43,9 @@ def search_composition(
     trials: Sequence[Trial], folder: Path, sweep: Sweep, data_root: Path | None
 ) -> Composition | None:
     """What all runs in the directory of a search have spent together; None: none was private."""
-    names = {trial.folder.name for trial in trials}
     runs = [(trial.folder, trial.experiment) for trial in trials]
-    folders = [
-        folder / "trials" / name for name in trained_runs(folder / "trials") if name not in names
-    ]
+    former_names = trained_runs(folder / "trials").keys() - {path.name for path, _ in runs}
+    folders = [folder / "trials" / name for name in sorted(former_names)]
     try:
         # what was tried before the config was changed
         runs += [(path, Experiment.from_dict(read(path / "config.yaml"))) for path in folders]
@@ -87,11 +85,10 @@ def compose_search(
 
 def _worst_composition(compositions: Sequence[Composition]) -> Composition:
     """Of the clients of each seed that divides the rows in its own way, those that spend most."""
-
-    def max_epsilon(composition: Composition) -> float:
-        return max(guarantee.epsilon for guarantee in composition.guarantees)
-
-    worst_case = max(compositions, key=max_epsilon)
+    worst_case = max(
+        compositions,
+        key=lambda composition: max(claim.epsilon for claim in composition.guarantees),
+    )
     notes = worst_case.notes
     if len(compositions) > 1:
         notes += (

@@ -6,17 +6,6 @@ as long as the longest of them took from start to end, and for at least `MIN_LIM
 round of it is more work than one of theirs (cohort, steps, batch), the limit grows in proportion;
 where none of theirs had its data, model and methods, it is at least `UNLIKE_LIMIT` seconds. Before
 any trial has finished, there is no limit.
-
->>> from pathlib import Path
->>> from raydpfl import Experiment
->>> trials = [Trial(name, Experiment.from_dict({}), Path("nowhere")) for name in ("a", "b")]
->>> timeouts = Timeouts(None, clock=iter([0.0, 20.0, 30.0, 200.0, 240.0]).__next__)
->>> timeouts.begin(trials[0])
->>> trials[0].status = "completed"
->>> timeouts.end(trials[0])  # after 20 s
->>> timeouts.begin(trials[1])
->>> [*timeouts.overdue_trials()], [reason for _, reason in timeouts.overdue_trials()]
-([], ['no round in 210 s, where the longest of the others took 20 s in all'])
 """
 
 import math
@@ -58,7 +47,7 @@ class Timeouts:
 
     def add(self, experiment: Experiment, seconds: float) -> None:
         """A trial has finished after so many seconds."""
-        self._finished_trials.append((workload_kind(experiment), work(experiment), seconds))
+        self._finished_trials.append((*workload(experiment), seconds))
 
     def begin(self, trial: Trial) -> None:
         """A trial has started to run, or has been restarted."""
@@ -93,7 +82,7 @@ class Timeouts:
 
     def _limit(self, experiment: Experiment) -> float:
         """Seconds for which this trial may record nothing."""
-        kind, size = workload_kind(experiment), work(experiment)
+        kind, size = workload(experiment)
         similar_trials = [trial for trial in self._finished_trials if trial[0] == kind]
         # how many times the work of a round of theirs this one's is; the longest of the nearest
         ratio, seconds = min(
@@ -113,18 +102,14 @@ def _times(folder: Path) -> tuple[int, ...]:
     return tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in paths)
 
 
-def workload_kind(experiment: Experiment) -> frozenset[tuple[str, str]]:
+def workload(experiment: Experiment) -> tuple[frozenset[tuple[str, str]], float]:
     """What trials have in common where one's time says much of another's: all that `WORKLOAD_KEYS`
-    names, and which of `NUMBERS` are numbers.
+    names, and which of `NUMBERS` are numbers; and the work of a round, in proportion to its
+    samples, as far as the config has numbers for them.
     """
     values = meaning(experiment)
     kinds = {key: value for key, value in values.items() if key.startswith(WORKLOAD_KEYS)}
     kinds |= {key: type(values.get(key)) for key in NUMBERS}
-    return frozenset((key, str(value)) for key, value in kinds.items())
-
-
-def work(experiment: Experiment) -> float:
-    """In proportion to the samples of a round, as far as the config has numbers for them."""
-    values = meaning(experiment)
     numbers = [values.get(key) for key in NUMBERS]
-    return math.prod(value for value in numbers if isinstance(value, int | float))
+    work = math.prod(value for value in numbers if isinstance(value, int | float))
+    return frozenset((key, str(value)) for key, value in kinds.items()), work

@@ -239,24 +239,22 @@ def name_of(experiment: Experiment, searched_keys: Collection[str] = ()) -> str:
     return identity(meaning(experiment, searched_keys))
 
 
-def check(
-    folder: Path, experiment: Experiment, searched_keys: Collection[str], trial_name: str
-) -> None:
+def check(folder: Path, experiment: Experiment, searched_keys: Collection[str], name: str) -> None:
     """Raises `ConfigError` unless the directory is this experiment's, or has no run in it yet.
-    `trial_name`: the trial, in the message.
+    `name`: the trial, in the message.
     """
-    owner = f"the directory of {trial_name}"
+    owner = f"the directory of {name}"
     path = folder / "config.yaml"
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
         raise _directory_error(folder, f"{owner}; it is no directory")
     if not os.path.lexists(path):
-        remains = [name for name in REMAINS if (folder / name).exists()]
+        remains = [file for file in REMAINS if (folder / file).exists()]
         if remains:
             raise _directory_error(folder, f"{owner}; it has {remains[0]} but no config.yaml")
         return
-    owner = f"the config of {trial_name}"
+    owner = f"the config of {name}"
     try:
         tree = read(path)
         if not tree:

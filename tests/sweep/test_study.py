@@ -355,6 +355,11 @@ def rows_of(result) -> tuple[list, list]:
     return result.results.to_pylist(), result.tuning.to_pylist()
 
 
+def value_of(row: dict, key: str = "local.lr"):
+    """The value of a row, by default its rate; None where it has none."""
+    return json.loads(row["values"]).get(key)
+
+
 def reasons(result) -> dict[str, str]:
     return {each["cell"]: each["reason"] for each in result.summary["failed"]}
 
@@ -366,9 +371,8 @@ def test_whatever_the_order_of_the_results_the_same_is_run_and_chosen(tmp_path):
     by = {(row["data.partition"], row["arm"], row["seed"]): row for row in final}
     for partition in ("iid", "shards"):
         norms = [a_number("norm" + by[partition, "Free", seed]["model_sha256"]) for seed in (1, 2)]
-        bound = 0.5 * sum(norms) / 2
         rows = [row for row in tried if row["data.partition"] == partition]
-        assert [json.loads(row["values"])["bounding.bound"] for row in rows] == [bound] * 2
+        assert [value_of(row, "bounding.bound") for row in rows] == [0.5 * sum(norms) / 2] * 2
         best = max(rows, key=lambda row: row["validation_accuracy"])
         assert [row["chosen"] for row in rows] == [row is best for row in rows]
         assert by[partition, "Clip", 1]["values"] == best["values"]
@@ -408,37 +412,30 @@ def test_grids_of_all_arms_of_a_panel_grow_where_one_chooses_an_end(tmp_path, mo
     # Clip is best at a rate of 0.8, two doublings beyond its grid; Free at 0.1
     best = {"clip": 0.8, "none": 0.1}
     scored(monkeypatch, lambda run: -abs(np.log(run.local.lr / best[run.bounding.kind])) / 10)
-    seen = []
-    for order in range(6):
-        result = played(two_tuned(grow=3), tmp_path / str(order), order)
-        seen.append(rows_of(result))
-        tried = {}
-        for row in result.tuning.to_pylist():
-            tried.setdefault(row["arm"], set()).add(json.loads(row["values"])["local.lr"])
-        # three values at the upper end, as Clip asks for two of them and a third proves the choice
-        # to lie inside; and below, as Free's choice was an end
-        assert tried["Clip"] == tried["Free"] == {0.05, 0.1, 0.2, 0.4, 0.8, 1.6}
-        chosen = {r["arm"]: json.loads(r["values"])["local.lr"] for r in result.results.to_pylist()}
-        assert chosen == {"Clip": 0.8, "Free": 0.1}
-        assert result.summary["tuning"]["equal"]
-    assert all(each == seen[0] for each in seen)
+    results = [played(two_tuned(grow=3), tmp_path / str(order), order) for order in range(6)]
+    final, tried = rows_of(results[0])
+    assert all(rows_of(each) == (final, tried) for each in results)
+    # three values at the upper end, as Clip asks for two of them and a third proves the choice
+    # to lie inside; and below, as Free's choice was an end
+    for arm in ("Clip", "Free"):
+        rates = {value_of(row) for row in tried if row["arm"] == arm}
+        assert rates == {0.05, 0.1, 0.2, 0.4, 0.8, 1.6}
+    assert {row["arm"]: value_of(row) for row in final} == {"Clip": 0.8, "Free": 0.1}
+    assert all(each.summary["tuning"]["equal"] for each in results)
 
 
 def test_a_grid_grows_within_its_limit_and_where_its_key_takes_the_value(tmp_path, monkeypatch):
     scored(monkeypatch, lambda run: run.local.lr / 10)
     rows = rows_of(played(two_tuned(grow=1), tmp_path / "one"))[1]
-    rates = {json.loads(row["values"])["local.lr"] for row in rows}
-    assert rates == {0.1, 0.2, 0.4}
+    assert {value_of(row) for row in rows} == {0.1, 0.2, 0.4}
     scored(monkeypatch, lambda run: run.server.momentum)
     given = two(grow=2)
     given["server"] = {"kind": "momentum", "momentum": {"tune": [0.3, 0.9]}}  # 2.7 is none
     rows = rows_of(played(given, tmp_path / "two"))[1]
-    assert {json.loads(row["values"])["server.momentum"] for row in rows} == {0.3, 0.9}
+    assert {value_of(row, "server.momentum") for row in rows} == {0.3, 0.9}
 
 
-def test_the_choice_is_by_the_mean_over_tuning_seeds_and_each_resample_has_its_own(
-    tmp_path, monkeypatch
-):
+def test_the_choice_is_by_means_over_tuning_seeds_and_each_resample_has_one(tmp_path, monkeypatch):
     def score(run):  # seed 0 is for 0.1, by little; seed 1 for 0.2
         by = {0: {0.1: 0.6, 0.2: 0.5}, 1: {0.1: 0.1, 0.2: 0.9}}
         return by.get(run.seed, {0.1: 0.3, 0.2: 0.4})[run.local.lr]
@@ -447,12 +444,11 @@ def test_the_choice_is_by_the_mean_over_tuning_seeds_and_each_resample_has_its_o
     runner = runner_of(Study.from_dict(two_tuned(grow=0)), tmp_path)
     play(runner, 3)
     result = runner.gather(is_over=True)
-    tried = {row["seed"] for row in result.tuning.to_pylist()}
-    final = {row["seed"] for row in result.results.to_pylist()}
-    assert tried == {0, 1} and final == {2, 3, 4}
-    assert {json.loads(row["values"])["local.lr"] for row in result.results.to_pylist()} == {0.2}
+    final, tried = rows_of(result)
+    assert {row["seed"] for row in tried} == {0, 1} and {row["seed"] for row in final} == {2, 3, 4}
+    assert {value_of(row) for row in final} == {0.2}
     chosen = {
-        row["tuning_seeds"]: (json.loads(row["values"])["local.lr"], row["test_accuracy"])
+        row["tuning_seeds"]: (value_of(row), row["test_accuracy"])
         for row in result.resamples.to_pylist()
     }
     assert chosen == {"0 0": (0.1, 0.3), "0 1": (0.2, 0.4), "1 1": (0.2, 0.4)}
@@ -477,7 +473,7 @@ CLAIM = {"says": "Clip is ahead", "larger": {"arm": "Clip"}, "smaller": {"arm": 
         ([0.1, 0.12, 0.11], {"within": 0.01}, "reversed"),
     ],
 )
-def test_the_verdict_on_a_claim_is_computed_from_paired_differences(
+def test_the_verdict_on_a_claim_is_of_paired_differences(
     gain, more, verdict, tmp_path, monkeypatch
 ):
     level = {1: 0.5, 2: 0.6, 3: 0.7}  # what the arms of a seed share
@@ -541,8 +537,7 @@ def test_a_label_stays_what_it_is_where_runs_have_a_number_of_its_name(tmp_path)
 
 def test_one_value_is_no_choice_and_is_not_tried(tmp_path):
     final, tried = rows_of(played(changed("arms/Clip/local.lr", {"tune": [0.2]}), tmp_path))
-    clip = {row["values"] for row in final if row["arm"] == "Clip"}
-    assert not tried and {json.loads(text)["local.lr"] for text in clip} == {0.2}
+    assert not tried and {value_of(row) for row in final if row["arm"] == "Clip"} == {0.2}
 
 
 def test_values_that_are_chosen_at_one_label_are_taken_at_the_others(tmp_path):
@@ -583,8 +578,7 @@ def test_a_loss_is_better_the_smaller_and_any_number_as_the_study_says(better, p
 def test_a_value_whose_run_fails_is_not_chosen_and_no_failure_of_the_study(tmp_path):
     asked = study(study={"id": "a", "seeds": 2} | ONE_TRY)
     found = played(asked, tmp_path, failing=("local.lr=0.05 tried",))
-    rates = {json.loads(row["values"]).get("local.lr") for row in found.results.to_pylist()}
-    assert rates == {None, 0.2}
+    assert {value_of(row) for row in found.results.to_pylist()} == {None, 0.2}
     assert found.problem is None and found.summary["tried"]["failed"] == 2
 
 
@@ -824,9 +818,7 @@ def check_same_tables(here: Path, there: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "said"), messages("reproduce"))
-def test_what_cannot_be_run_is_refused_in_one_line_and_writes_nothing(
-    words, said, tmp_path, monkeypatch, complain
-):
+def test_what_cannot_be_run_is_refused_in_one_line(words, said, tmp_path, monkeypatch, complain):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(changed("study/id", "a b")))
     assert said in complain(["reproduce", *words])

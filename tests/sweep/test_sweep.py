@@ -59,9 +59,7 @@ def test_a_grid_is_every_combination_in_the_order_of_the_config():
             data={"clients": {"choice": [40, 50]}},
         )
     )
-    tried = [
-        (v["data.clients"], v["local.lr"], v["bounding.bound"]) for v in sweep.setting_values()
-    ]
+    tried = [tuple(values.values()) for values in sweep.setting_values()]
     assert tried == [(n, lr, c) for n in (40, 50) for lr in (0.1, 0.2) for c in (0.5, 1, 2)]
     made = sweep.setting({"data.clients": 40, "local.lr": 0.2, "bounding.bound": 2}).experiment
     assert made == experiment(data={"clients": 40}, local={"lr": 0.2}, bounding={"bound": 2.0})
@@ -133,9 +131,7 @@ def refused(tmp_path, monkeypatch, complain):
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_sweep_that_cannot_be_run_is_refused_in_one_line_before_anything_is_written(
-    case, tmp_path, refused
-):
+def test_a_sweep_that_cannot_be_run_is_refused_before_anything_is_written(case, tmp_path, refused):
     overrides, begins = BAD[case]
     assert refused(*overrides, "--out", str(tmp_path / "out")).startswith(begins)
 
@@ -322,14 +318,10 @@ def test_the_table_shows_epsilon_by_an_accountant_that_covers_all_trials(tmp_pat
     settings = settings_of(sweep, tmp_path)
     for setting, rdp in zip(settings, (3.0, "infinity"), strict=True):
         spent = {"rdp": rdp, "paper": 0.5, "pld": 2.5}
-        setting.trials[0].summary = {
-            "guarantees": [
-                {"accountant": name, "epsilon": epsilon} for name, epsilon in spent.items()
-            ]
-        }
-    lines = printed(
-        *(settings_table(some, sweep) for some in (settings, settings[:1], settings[1:]))
-    )
+        guarantees = [{"accountant": name, "epsilon": value} for name, value in spent.items()]
+        setting.trials[0].summary = {"guarantees": guarantees}
+    parts = (settings, settings[:1], settings[1:])
+    lines = printed(*(settings_table(part, sweep) for part in parts))
     kinds = [line.split()[4] for line in lines if "epsilon" in line]
     assert kinds == ["(pld)", "(rdp)", "(pld)"] and "inf" not in "".join(lines)
 
@@ -375,9 +367,7 @@ def test_a_setting_that_cannot_be_run_is_named_and_sections_are_printed_as_a_con
     assert override_text(values) == "bounding={kind: clip, bound: 0.5} local.lr=0.1235"
 
 
-def test_a_trial_that_is_refused_on_the_way_ends_the_sweep_and_frees_the_cluster(
-    shared_ray, tmp_path
-):
+def test_a_trial_refused_on_the_way_ends_the_sweep_and_frees_the_cluster(shared_ray, tmp_path):
     shards = {"kind": "shards", "per_client": {"grid": [5, 200]}}
     sweep = Sweep.from_dict(tree(data={"partition": shards}, sweep={"concurrent": 1}))
     refused = r"data\.clients = 50: expected from 1 to 45 with 200 one-class shards each"
@@ -468,7 +458,7 @@ def test_the_median_rule_stops_a_trial_below_the_others_and_pauses_none(tmp_path
     rule = SweepRunner(sweep, tmp_path, print).scheduler()
     decided = {}
     for name, accuracy in (("a", 0.5), ("b", 0.6), ("c", 0.7), ("poor", 0.4), ("good", 0.65)):
-        trial = type("Trial", (), {"trial_id": name})()
+        trial = SimpleNamespace(trial_id=name)
         rounds = (1, 2) if name == "poor" else (1, 2, 3, 4)
         decided[name] = [
             rule.on_trial_result(None, trial, {"round": t, "test_accuracy": accuracy})
@@ -482,9 +472,8 @@ def proposed(order: int, failing: float = math.inf) -> list[float]:
     """What Optuna proposes when -(log10 lr + 2)^2 is to be large, results arriving in one of
     several orders. Learning rates from `failing` on have no result.
     """
-    spaces = dict(
-        local={"lr": {"loguniform": [1e-4, 1]}}, bounding={"bound": {"powers_of_two": [-3, 3]}}
-    )
+    spaces = {"local": {"lr": {"loguniform": [1e-4, 1]}}}
+    spaces["bounding"] = {"bound": {"powers_of_two": [-3, 3]}}
     sweep = Sweep.from_dict(tree(**spaces, sweep={"search": "optuna", "samples": 40, "ahead": 4}))
 
     def add(values):
@@ -517,20 +506,15 @@ def test_optuna_proposes_the_same_in_whatever_order_the_results_arrive_and_gets_
     # After ten random settings. Thirty uniform draws would have mean 1 and standard deviation
     # 0.105: below 0.75 with probability 0.009.
     assert sum(abs(math.log10(lr) + 2) for lr in first[10:]) / 30 < 0.75
-
-
-@pytest.mark.slow
-def test_optuna_goes_on_without_the_settings_that_fail():
-    pytest.importorskip("optuna")
+    # it goes on without the settings that fail
     rates = proposed(0, failing=1e-2)
-    assert len(rates) == 40 and rates == proposed(2, failing=1e-2) != proposed(0)
+    assert len(rates) == 40 and rates == proposed(2, failing=1e-2) != first
 
 
 def test_a_resumed_optuna_sweep_proposes_what_it_had_proposed(shared_ray, tmp_path):
     optuna = pytest.importorskip("optuna")
-    spaces = dict(
-        local={"lr": {"loguniform": [1e-3, 1]}}, bounding={"bound": {"powers_of_two": [-1, 1]}}
-    )
+    spaces = {"local": {"lr": {"loguniform": [1e-3, 1]}}}
+    spaces["bounding"] = {"bound": {"powers_of_two": [-1, 1]}}
     search = {"search": "optuna", "samples": 6, "ahead": 2, "concurrent": 1}
     search["storage"] = f"sqlite:///{tmp_path / 'optuna.db'}"
     sweep = Sweep.from_dict(tree(**spaces, sweep=search))
@@ -591,16 +575,13 @@ def begin(config: Path, out: Path, trials: int, *more: str) -> subprocess.Popen:
     raise AssertionError(process.communicate()[0].decode())
 
 
-def test_a_sweep_that_was_interrupted_and_then_killed_ends_as_if_it_had_not_been(
-    shared_ray, tmp_path
-):
+def test_a_sweep_interrupted_and_then_killed_ends_as_if_it_had_not_been(shared_ray, tmp_path):
     config = tmp_path / "sweep.yaml"
     out = tmp_path / "out"
     changes = {"rounds": 600, "evaluate": {"every": 50}}
     rates = [0.05, 0.1, 0.2]
-    config.write_text(
-        yaml.safe_dump(tree(**changes, local={"lr": {"grid": rates}}, sweep={"repeats": 2}))
-    )
+    given = tree(**changes, local={"lr": {"grid": rates}}, sweep={"repeats": 2})
+    config.write_text(yaml.safe_dump(given))
 
     process = begin(config, out, 1)
     os.killpg(process.pid, signal.SIGINT)

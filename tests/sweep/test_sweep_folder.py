@@ -63,9 +63,7 @@ def of(out: Path, rate: float, seed: int) -> Path:
 # --- among how many runs a choice was made ---
 
 
-def test_a_resume_with_fewer_values_and_seeds_still_counts_all_that_was_trained(
-    out, tmp_path, typed
-):
+def test_a_resume_with_fewer_values_and_seeds_counts_all_that_was_trained(out, tmp_path, typed):
     given = config(tmp_path / "fewer.yaml", {"grid": [0.1]}, sweep={"repeats": 1})
     code, said, _ = typed("sweep", given, "--out", out, "--resume")
     assert code == 0
@@ -198,7 +196,7 @@ def test_a_searched_value_has_a_column_of_its_spaces_kind(case, tmp_path):
 FAILING = {"bounding": {"kind": "none"}, "noise": {"kind": "none"}, "client": {"actors": "auto"}}
 
 
-def test_failed_trials_are_told_first_and_leave_no_best_unless_it_is_asked_for(
+def test_failed_trials_are_told_first_and_leave_no_best_unless_asked_for(
     shared_ray, tmp_path, typed
 ):
     path = config(tmp_path / "failing.yaml", {"grid": [0.1]}, **FAILING)
@@ -421,20 +419,20 @@ BROKEN = {
 }
 
 
+def times_of(folder: Path) -> list:
+    paths = folder.rglob("*")
+    return sorted((str(path), path.is_file() and path.stat().st_mtime_ns) for path in paths)
+
+
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_directory_is_refused_in_one_line_and_left_as_it_is(case, out, tmp_path, complain):
     spoil, expected = BROKEN[case]
     spoil(out)
-    before = sorted(
-        (str(path), path.is_file() and path.stat().st_mtime_ns) for path in out.rglob("*")
-    )
+    before = times_of(out)
     for given in ([str(out)], [str(config(tmp_path / "same.yaml")), "--out", str(out)]):
         said = complain(["sweep", *given, "--resume"])
         assert re.search(expected, said), said
-    assert (
-        sorted((str(path), path.is_file() and path.stat().st_mtime_ns) for path in out.rglob("*"))
-        == before
-    )
+    assert times_of(out) == before
 
 
 TABLES = ("results.parquet", "settings.parquet", "summary.json", "best.yaml")

@@ -124,9 +124,8 @@ class CellProgress:
         study, cell = self.study, self.cell
         tried_values = [setting.values for setting in self.tries]
         spaces = {key: Options(tuple(values)) for key, values in self.grid.items()}
-        grid = [
-            {**(self.references or {}), **cell.fixed_values, **point} for point in points(spaces)
-        ]
+        known_values = {**(self.references or {}), **cell.fixed_values}
+        grid = [{**known_values, **point} for point in points(spaces)]
         for setting in [setting for setting in grid if setting not in tried_values]:
             seeds = study.tuning_seeds()
             experiments = [cell.experiment(setting, seed, study.about.validation) for seed in seeds]
@@ -172,9 +171,7 @@ class CellProgress:
         """The best of the values tried by the mean over these of their trials, the first of equals;
         None where none has a number.
         """
-        originals = {
-            replace(s, trials=[s.trials[seed] for seed in resample]): s for s in self.tries
-        }
+        originals = {replace(s, trials=[s.trials[k] for k in resample]): s for s in self.tries}
         best = best_of(originals, self.study.about.judge, self.study.about.sign)
         return None if best is None else originals[best]
 
@@ -201,9 +198,8 @@ class CellProgress:
         if all(type(number) is int for number in numbers) and value == int(value):
             value = int(value)
         try:
-            self.cell.experiment(
-                {**self.tries[0].values, key: value}, self.study.tuning_seeds().start
-            )
+            seed = self.study.tuning_seeds().start
+            self.cell.experiment({**self.tries[0].values, key: value}, seed)
         except ConfigError:
             return None
         return value

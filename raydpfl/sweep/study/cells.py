@@ -107,11 +107,11 @@ def is_private(tree: Mapping[str, Any]) -> bool:
     """Whether the noise of this tree claims any privacy; noise that cannot be made yet does."""
     section = {**DEFAULTS, **tree}["noise"]
     if isinstance(section, Mapping):
-        values = open_values(section).items()
-        placeholders = {
-            k: v.options[0] if isinstance(v, Options) else PLACEHOLDER for k, v in values
+        values = {
+            key: value.options[0] if isinstance(value, Options) else PLACEHOLDER
+            for key, value in open_values(section).items()
         }
-        section = fill_spaces(section, placeholders)
+        section = fill_spaces(section, values)
     try:
         member = choose("noise", section, noise.FAMILY, noise.Noise)
         # wherever it is drawn

@@ -33,16 +33,17 @@ HEAD = {"arm": pa.string(), "accounting": pa.string(), "seed": pa.uint64(), "sta
 TAIL = {"directory": pa.string(), "reason": pa.string(), "model_sha256": pa.string()}
 TUNING_EPSILON = "all_tries_epsilon"  # of all runs together that the values of a cell are chosen by
 STATES = ("completed", "budget", "stopped", "failed", "running", "waiting")
+Progress = Sequence[CellProgress]  # of all cells of a study, in its order
 
 
-def final_table(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
+def final_table(study: Study, progress: Progress) -> pa.Table:
     """A row per final run and cell, in the order of the cells and seeds."""
     cells = [(cell, cell.final_setting) for cell in progress if cell.final_setting]
     rows = [_final_row(cell, setting, trial) for cell, setting in cells for trial in setting.trials]
     return _table(study, rows)
 
 
-def resample_table(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
+def resample_table(study: Study, progress: Progress) -> pa.Table:
     """A row per final run, cell and resample of the tuning seeds, which `tuning_seeds` lists."""
     first_seed = study.tuning_seeds().start
     rows = [
@@ -62,7 +63,7 @@ def _final_row(cell: CellProgress, setting: SearchSetting, trial: Trial) -> dict
     return {**facts, **_row(cell, setting, trial)}
 
 
-def tuning_table(study: Study, progress: Sequence[CellProgress]) -> pa.Table:
+def tuning_table(study: Study, progress: Progress) -> pa.Table:
     """A row per run that was tried and cell, in the order of the cells and their grids."""
     judge = study.about.judge
     rows = []
@@ -107,9 +108,7 @@ def _table(
     return table(rows, schema, {**lists, **metadata})
 
 
-def summary(
-    study: Study, progress: Sequence[CellProgress], folder: Path, is_over: bool
-) -> dict[str, Any]:
+def summary(study: Study, progress: Progress, folder: Path, is_over: bool) -> dict[str, Any]:
     """summary.json: how it ended, how values were chosen, and which identities hold; all but the
     seconds it took.
     """
@@ -165,7 +164,7 @@ def _states(trials: Iterable[Trial]) -> dict[str, int]:
     return {"runs": len(states), **{state: states.count(state) for state in STATES}}
 
 
-def _failures(progress: Sequence[CellProgress]) -> list[dict[str, str]]:
+def _failures(progress: Progress) -> list[dict[str, str]]:
     """Final runs and cells without a result, and why."""
     failures: dict[str, dict[str, str]] = {}
     for cell in progress:
@@ -194,9 +193,7 @@ def _problem(
     return "; ".join(problems) or None
 
 
-def _choice(
-    study: Study, progress: Sequence[CellProgress], runs: Mapping[str, bool]
-) -> dict[str, Any]:
+def _choice(study: Study, progress: Progress, runs: Mapping[str, bool]) -> dict[str, Any]:
     """How many settings each arm tried in a cell, and what their choice is worth, in words. `runs`:
     every run of the directory, by name, and whether it was private.
     """
@@ -221,12 +218,10 @@ def _choice(
     }
 
 
-def _cost(study: Study, progress: Sequence[CellProgress]) -> str:
+def _cost(study: Study, progress: Progress) -> str:
     """What tuning has cost, as a further sentence; empty where it has cost no privacy."""
     pairs = [(cell.cell.display_name(), cell.composition) for cell in progress if cell.composition]
-    bounds = {
-        name: composition.epsilon.epsilon for name, composition in pairs if composition.epsilon
-    }
+    bounds = {name: spent.epsilon.epsilon for name, spent in pairs if spent.epsilon}
     text = ""
     if bounds:
         name = max(bounds, key=bounds.__getitem__)

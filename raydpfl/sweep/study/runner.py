@@ -123,13 +123,10 @@ def reproduce(
         data_root, address, on_change: see `raydpfl.sweep.run`, as for what is raised.
     """
     with signals.handle_signals(), ExitStack() as stack:
-        folders = [
-            stack.enter_context(storage.open_folder(place)) for place in _places(studies, out)
-        ]
-        runners = [
-            StudyRunner(study, folder, on_change)
-            for study, folder in zip(studies, folders, strict=True)
-        ]
+        runners = []
+        for study, place in zip(studies, _places(studies, out), strict=True):
+            folder = stack.enter_context(storage.open_folder(place))
+            runners.append(StudyRunner(study, folder, on_change))
         return execute(runners, Resources(data_root, address), resume)
 
 
