@@ -458,7 +458,7 @@ def test_the_median_rule_stops_a_trial_below_the_others_and_pauses_none(tmp_path
     rule = SweepRunner(sweep, tmp_path, print).scheduler()
     decided = {}
     for name, accuracy in (("a", 0.5), ("b", 0.6), ("c", 0.7), ("poor", 0.4), ("good", 0.65)):
-        trial = SimpleNamespace(trial_id=name)
+        trial = type("Trial", (), {"trial_id": name})()
         rounds = (1, 2) if name == "poor" else (1, 2, 3, 4)
         decided[name] = [
             rule.on_trial_result(None, trial, {"round": t, "test_accuracy": accuracy})
