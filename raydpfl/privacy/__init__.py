@@ -22,7 +22,7 @@ a client in at most 12 of 100 rounds): rigorous, by pld. It is zCDP with rho 2.6
 
 A `mechanism` draws by a scheme of `sampling`; `pld` and `rdp` are the mathematics of the rigorous
 `accountants`, among which are the papers' formulas as printed; `accounting` says what they make of
-a mechanism, `observers` and `guarantee` against whom; `calibration` finds the noise for an epsilon.
+a mechanism and against whom, in a `guarantee`; `calibration` finds the noise for an epsilon.
 `local_steps` is a mechanism per client, with its own calibration. `release_report` is what a run's
 release costs round by round, `ledger` what is spent, `calculator` noise, epsilon or rounds from the
 other two; `composition` is of several runs, `repetition` of a search that releases the best run.
@@ -48,6 +48,7 @@ from raydpfl.privacy.composition import (
     RunRelease,
     StepsRelease,
     best_of,
+    compose_step_runs,
     together,
 )
 from raydpfl.privacy.guarantee import (
@@ -98,6 +99,7 @@ __all__ = [
     "calibrate_local_steps",
     "check_budget",
     "column",
+    "compose_step_runs",
     "covers",
     "delta",
     "delta_warning",

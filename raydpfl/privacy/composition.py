@@ -24,14 +24,15 @@ from typing import Any
 import numpy as np
 
 from raydpfl.errors import ConfigError
+from raydpfl.privacy import accounting
 from raydpfl.privacy.accountants import accountant_of
 from raydpfl.privacy.accountants.base import Part
-from raydpfl.privacy.accounting import UNREACHED_DELTA, refusal_reason
-from raydpfl.privacy.guarantee import Guarantee, Observer, Scope, tightest_guarantees
+from raydpfl.privacy.accounting import NOISELESS, UNREACHED_DELTA, ObserverView
+from raydpfl.privacy.guarantee import HIDDEN_BATCH, Guarantee, Observer, Scope, tightest_guarantees
 from raydpfl.privacy.local_steps import LocalSteps
 from raydpfl.privacy.mechanism import Mechanism
-from raydpfl.privacy.observers import ObserverView, views
 from raydpfl.privacy.repetition import Repetition
+from raydpfl.privacy.sampling import Sampling
 from raydpfl.privacy.types import Relation
 
 
@@ -201,11 +202,11 @@ def _hidden_parts(runs: Sequence[RunRelease], secret: Sequence[ObserverView]) ->
             joint = replace(events[0][0], mu=max(mus, default=0.0), mus=mus, once=once_mu)
             parts.append((joint, len(mus)))
             continue
-        parts += shared_sample_parts(events)
+        parts += _shared_sample_parts(events)
     return parts
 
 
-def shared_sample_parts(events: Sequence[Part]) -> list[Part]:
+def _shared_sample_parts(events: Sequence[Part]) -> list[Part]:
     """What composes of releases over the same hidden samples: one Gaussian for all that last."""
     parts: list[Part] = []
     once_mu = math.hypot(*(event.once for event, _ in events))
@@ -240,7 +241,9 @@ def best_of(
             scopes = dict.fromkeys(str(view.scope) for view in observer_views)
             words = f"{subject}: {' or '.join(scopes)}"
             search_epsilon = functools.partial(accountant_of(name).best_of, repetition)
-            guarantees.append(_guarantee(observer_views, words, search_epsilon, name, delta))
+            parts = _parts(observer_views)
+            one = _guarantee(observer_views, words, search_epsilon, name, delta, parts)
+            guarantees.append(one)
     return Composition(tuple(runs), tuple(guarantees), (), subject)
 
 
@@ -252,7 +255,7 @@ def _views_by_observer(runs: Sequence[RunRelease]) -> list[list[ObserverView]]:
     if len(relations) > 1:
         expected = "one relation for all runs, as guarantees under several do not compose"
         raise ConfigError("privacy.relation", sorted(relations), expected)
-    rows = [[*views(r.mechanism, r.relation, r.rounds, r.participations)] for r in runs]
+    rows = [[*accounting.views(r.mechanism, r.relation, r.rounds, r.participations)] for r in runs]
     sums = [[view for view in row if view.observer == Observer.AGGREGATES] for row in rows]
     updates = [[view for view in row if view.observer == Observer.UPDATES] for row in rows]
     first_views = [row[0] for row in sums]
@@ -270,15 +273,15 @@ def _guarantee(
     epsilon_of: Callable[[Sequence[Part], float], float],
     accountant: str,
     delta: float,
-    parts: Sequence[Part] | None = None,
+    parts: Sequence[Part],
 ) -> Guarantee:
-    """The guarantee against an observer of all of this; `parts` compose, None: each by itself."""
-    reasons = [reason for view in views if (reason := refusal_reason(accountant, view))]
+    """The guarantee against an observer of all of this; `epsilon_of` is of `parts` and delta."""
+    reasons = [reason for view in views if (reason := accounting.refusal_reason(accountant, view))]
     gaps = [view.mechanism.proof_gap for view in views if view.mechanism.proof_gap]
     epsilon = math.inf
     unreached_reasons: tuple[str, ...] = ()
     if not reasons:
-        releases = [part for part in (_parts(views) if parts is None else parts) if part[1]]
+        releases = [part for part in parts if part[1]]
         epsilon = epsilon_of(releases, delta) if releases else 0.0
         unreached_reasons = (UNREACHED_DELTA.format(accountant),) * math.isinf(epsilon)
     last = views[-1]
@@ -291,3 +294,110 @@ def _guarantee(
         tuple(dict.fromkeys(words for view in views for words in view.mechanism.exclusions)),
         tuple(dict.fromkeys([*reasons, *gaps, *unreached_reasons])),
     )  # fmt: skip
+
+
+def compose_step_runs(
+    runs: Sequence[StepsRelease], delta: float, accountants: Sequence[str], adaptive: bool = True
+) -> Composition:
+    """What holds for one sample of the client that spends most, against an observer of every update
+    of all the runs. Runs of one seed have the same batches: if none depends on another, they
+    release at every step one Gaussian over one batch; else these amplify nothing by proof.
+
+
+    Args:
+        runs: on the same clients, no two with the same noise.
+        delta, accountants, adaptive: as of `together`.
+    """
+    reason = _batch_secrecy_refusal(runs, adaptive)
+    counts = np.array([run.participations for run in runs])  # [runs, N]
+    public = ((counts > 0) & [run.release.public for run in runs]).any(axis=0)
+    exposed_mask = counts.any(axis=0) & (runs[0].release.samples > 0)
+    clients = np.flatnonzero(exposed_mask & ~public).tolist()
+    parts_of = _step_parts if reason is None else _open_step_parts
+    noisy = np.all([(run.release.stds > 0) | (run.participations == 0) for run in runs], axis=0)
+    parts = {k: parts_of(runs, k) for k in clients if noisy[k]}
+    exclusions = [words for run in runs for words in run.release.exclusions]
+    if (exposed_mask & public).any():
+        words = "clients who are public in one of the runs, where they have an infinite budget"
+        exclusions.append(f"{(exposed_mask & public).sum()} {words}")
+    guarantees = []
+    for name in accountants:
+        epsilon, worst = _worst(name, parts, delta)
+        failed_conditions = (UNREACHED_DELTA.format(name),) * math.isinf(epsilon)
+        words = f"client {worst}, the worst of {len(clients)}"
+        if len(parts) < len(clients) or (exposed_mask.any() and not clients):
+            epsilon, failed_conditions = math.inf, (NOISELESS,)
+            words = "clients without noise"
+        elif not clients:
+            words = "no client took part"
+        is_hidden = any(event.sampling.hidden for event, _ in parts.get(worst, ()))
+        scope = Scope(
+            f"{len(runs)} runs together, noise at local steps; {words}",
+            HIDDEN_BATCH if is_hidden else "",
+            client=worst if math.isfinite(epsilon) and clients else None,
+        )
+        one = Guarantee(
+            "rigorous", name, "sample", "replace_one", Observer.UPDATES, scope, epsilon, delta,
+            tuple(dict.fromkeys(exclusions)), failed_conditions,
+        )  # fmt: skip
+        guarantees.append(one)
+    notes = () if reason is None else (f"no epsilon with the batches hidden: {reason}",)
+    return Composition(tuple(runs), tuple(guarantees), notes)
+
+
+def _batch_secrecy_refusal(runs: Sequence[StepsRelease], adaptive: bool) -> str | None:
+    """Why the secrecy of the batches is not known to compose; None: it does."""
+    for seed in dict.fromkeys(run.seed for run in runs):
+        seed_runs = [run for run in runs if run.seed == seed]
+        if len(seed_runs) == 1 or not any(run.release.amplified.any() for run in seed_runs):
+            continue
+        names = " and ".join(run.name for run in seed_runs[:2])
+        if not all(run.has_same_batches(seed_runs[0]) for run in seed_runs[1:]):
+            return f"{names} draw different batches from the same seed {seed}, not independently"
+        if adaptive:
+            return (
+                f"{names} have the same seed {seed}, so the same batches, which amplify by proof "
+                "only where runs do not depend on each other (other seeds, with data.seed for the "
+                "same clients, compose)"
+            )
+    return None
+
+
+def _step_parts(runs: Sequence[StepsRelease], k: int) -> list[Part]:
+    """What composes of client k. At each step runs of one seed release sums over the same hidden
+    batch.
+    """
+    parts: list[Part] = []
+    for seed in dict.fromkeys(run.seed for run in runs):
+        seed_runs = [run for run in runs if run.seed == seed and run.participations[k]]
+        events = [(run.release.event(k), int(run.participations[k])) for run in seed_runs]
+        is_shared = len(events) > 1 and events[0][0].sampling.hidden
+        parts += _shared_sample_parts(events) if is_shared else events
+    return parts
+
+
+def _open_step_parts(runs: Sequence[StepsRelease], k: int) -> list[Part]:
+    """The same against an observer who knows the batches: a sample may be in every one."""
+    n = int(runs[0].release.samples[k])
+    everyone = Sampling("full", n, n)
+    return [
+        (replace(run.release.event(k), sampling=everyone), int(run.participations[k]))
+        for run in runs
+        if run.participations[k]
+    ]
+
+
+def _worst(accountant: str, parts: dict[int, list[Part]], delta: float) -> tuple[float, int]:
+    """The largest epsilon of any client, and which has it (-1: none). No epsilon exceeds that by
+    rdp, which tells who cannot be the worst.
+    """
+    client_by_parts = {tuple(part): k for k, part in reversed(parts.items())}
+    rdp = {part: accountant_of("rdp").together(part, delta) for part in client_by_parts}
+    largest, worst = 0.0, -1
+    for part in sorted(client_by_parts, key=lambda part: -rdp[part]):
+        if worst >= 0 and rdp[part] <= largest:
+            break
+        epsilon = accountant_of(accountant).together(part, delta)
+        if worst < 0 or epsilon > largest:
+            largest, worst = epsilon, client_by_parts[part]
+    return largest, worst

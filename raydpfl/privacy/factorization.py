@@ -7,19 +7,10 @@ server releases A x + B z = A (x + C^-1 z). C x + z is one Gaussian mechanism, a
 a client moves C x by follows from the fewest rounds between two of its participations, and from how
 many there are (`toeplitz_squares`, `tree_squares`).
 
-Of 2,000 rounds, where a client is in at most 3 that are at least 484 apart, the std of the noise in
-the sums so far (root mean square, in bounds, for z of std 1 times the sensitivity):
-
->>> pattern = {"separation": 484, "participations": 3}
->>> round(error([1.0], 2000, **pattern), 1)  # independent noise
-54.8
->>> round(error(banded_toeplitz(484, 2000), 2000, **pattern), 1)
-6.0
->>> round(error(square_root(2000), 2000, **pattern), 1)
-6.8
->>> decays, scales = buffered_toeplitz(4, 2000, **pattern)
->>> round(error(buffered_column(decays, scales, 2000), 2000, **pattern), 1)
-6.1
+The error of a strategy is the std of the noise on a coordinate of the sums so far (with momentum,
+of the velocities), root mean square over the rounds, in bounds, for z of std 1 times the
+sensitivity. Of 2,000 rounds, where a client is in at most 3 that are at least 484 apart, it is 54.8
+for independent noise, 6.0 for the best 484 bands, 6.8 for the square root and 6.1 for 4 buffers.
 
 [1] Denisov, McMahan, Rush, Smith, Thakurta. Improved differential privacy for SGD via optimal
 private linear operators on adaptive streams. NeurIPS 2022. Theorem 2.1.
@@ -65,7 +56,7 @@ def square_root(rounds: int, momentum: float = 0.0) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def banded_toeplitz(bands: int, rounds: int, momentum: float = 0.0) -> np.ndarray:
-    """The coefficients of least `error` for participations `bands` apart, float64 [bands], of norm
+    """The coefficients of least error for participations `bands` apart, float64 [bands], of norm
     1, by L-BFGS ([2]). Raises `ConfigError` if bands or momentum are out of range.
     """
     _check_shape(bands, rounds, momentum)
@@ -93,9 +84,9 @@ def buffered_column(decays: Coefficients, scales: Coefficients, rounds: int) -> 
 def buffered_toeplitz(
     buffers: int, rounds: int, momentum: float = 0.0, separation: int = 1, participations: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Decays and scales of so many buffers ([4]), float64 [buffers] each, of least `error` among
+    """Decays and scales of so many buffers ([4]), float64 [buffers] each, of least error among
     those that do not increase, by L-BFGS from several starts ([5]). Raises `ConfigError` for
-    buffers that are not 1 to 20, or as `error`.
+    buffers that are not 1 to 20, or a momentum out of range.
     """
     if not 1 <= buffers <= 20:
         raise ConfigError("buffers", buffers, "an integer from 1 to 20")
@@ -190,33 +181,6 @@ def _log_error(
     return math.log(mean * square), slope / mean + 2 * np.sum(shifted_columns, axis=0) / square
 
 
-def error(
-    c: Coefficients,
-    rounds: int,
-    momentum: float = 0.0,
-    separation: int = 1,
-    participations: int = 1,
-) -> float:
-    """Std of the noise on a coordinate of the sum so far (with momentum, of the velocities), root
-    mean square over the rounds, in units of bound x (std of z over the sensitivity). Only the
-    direction of c, the first column of C, matters. Raises `ConfigError` as `toeplitz_squares`, or
-    if momentum is out of range.
-    """
-    c = np.asarray(c, np.float64)
-    _check_shape(len(c), rounds, momentum)
-    if participations > 1:
-        _check_coefficients(c, separation)
-    workload = _workload(rounds, momentum)
-    return math.exp(_log_error(c[1:] / c[0], workload, separation, participations)[0] / 2)
-
-
-def _check_coefficients(c: np.ndarray, separation: int) -> None:
-    if len(c) > separation and (c[-1] < 0 or (np.diff(c) > 0).any()):
-        expected = f"as many as the {separation} rounds after which a client may take part again, "
-        expected += "or numbers from 0 that do not increase"
-        raise ConfigError("coefficients", len(c), expected)
-
-
 def _column_sum(c: np.ndarray, rounds: int, separation: int, participations: int) -> np.ndarray:
     """The sum of the columns of C at rounds 0, separation, ...: float64 [rounds]."""
     turns = -(-rounds // separation)
@@ -236,10 +200,12 @@ def toeplitz_squares(
     that are negative or increase.
     """
     c = np.asarray(c, np.float64)
-    _check_coefficients(c, separation)
+    if len(c) > separation and (c[-1] < 0 or (np.diff(c) > 0).any()):
+        expected = f"as many as the {separation} rounds after which a client may take part again, "
+        expected += "or numbers from 0 that do not increase"
+        raise ConfigError("coefficients", len(c), expected)
     max_participations = max(1, min(participations, -(-rounds // separation)))
-    column = np.zeros(rounds)
-    column[: min(len(c), rounds)] = c[:rounds]
+    column = np.pad(c[:rounds], (0, max(rounds - len(c), 0)))
     column_sum = np.zeros(rounds)
     squares = np.zeros(max_participations)
     total = 0.0

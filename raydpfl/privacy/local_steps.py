@@ -201,11 +201,6 @@ class LocalSteps:
     def largest(self) -> int:
         return int(self.samples.max())
 
-    @property
-    def step_stds(self) -> np.ndarray:
-        """The `stds`, which are part of the digest that noise is keyed by."""
-        return self.stds
-
     def sum_stds(self, cohort: int) -> Mapping[str, float]:
         return {}
 

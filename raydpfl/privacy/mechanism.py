@@ -183,7 +183,7 @@ class Mechanism:
         noise_in_state: whether a client's state holds what it sent with the noise that it drew.
         survey: what all clients also answer; None: nothing.
         colluders: clients who tell an observer whether they took part and which noise they drew
-            (`raydpfl.privacy.observers.views`); where clients draw it, and cohorts are known or of
+            (`raydpfl.privacy.accounting.views`); where clients draw it, and cohorts are known or of
             fixed size.
         squares: where the noise on the first query is correlated over the rounds, the squared
             sensitivity of 1, 2, ... participations of a client, in bounds, z being the noise that
@@ -211,7 +211,7 @@ class Mechanism:
 
     # what `LocalSteps` has otherwise, which see
     by_draws: ClassVar[bool] = False
-    step_stds: ClassVar[np.ndarray | None] = None
+    stds: ClassVar[np.ndarray | None] = None
 
     def __post_init__(self) -> None:
         one_of("placement", self.placement, Placement)

@@ -221,36 +221,30 @@ class LossDistribution:
 
     def std(self) -> float:
         """Standard deviation of the finite loss of one round."""
-        losses = self.step * (np.arange(len(self.masses)) - len(self.masses) // 2)
+        losses = self.step * np.arange(-self._half, self._half + 1)
         return math.sqrt(max(self.masses @ losses**2 - (self.masses @ losses) ** 2, 0.0))
 
     def _tails(self, first: int, last: int) -> Iterator[np.ndarray]:
         """For all numbers of rounds, delta at epsilon = 0, step, ..., up to the infinite mass."""
         from scipy.fft import irfft, next_fast_len
 
-        extra_loss, period, is_single = self.also, self.every, self.once
-        second = extra_loss or LossDistribution(self.step, np.ones(1), 0.0)
-        half = len(self.masses) // 2
-        second_half = len(second.masses) // 2
-        rounds = np.arange(first, last + 1, period)
-        times = 0 * rounds
-        if extra_loss:
-            times = times + 1 if is_single else rounds // period
+        second = self.also or LossDistribution(self.step, np.ones(1), 0.0)
+        half, second_half = self._half, second._half
+        rounds = np.arange(first, last + 1, self.every)
+        times = np.ones_like(rounds) if self.once else rounds // self.every
+        times = times if self.also else 0 * rounds
         upper, lower = self._window(rounds, second, times)
         longest = max((upper - lower).max() + 1, len(self.masses), len(second.masses))
         size = next_fast_len(int(longest), real=True)
         transform, modulus = _transform(self, size)
-        power = transform ** int(first)
-        modulus_power = modulus ** (int(first) - 1)  # of one round less
-        hop = transform if period == 1 else transform ** int(period)  # to the next number of rounds
-        fade = modulus if period == 1 else modulus ** int(period)
-        if extra_loss:
-            transform, modulus = _transform(extra_loss, size)
-            power = power * transform ** int(times[0])
-            modulus_power = modulus_power * modulus ** (int(times[0]) - 1)
-            if not is_single:
-                hop = hop * transform
-                fade = fade * modulus
+        second_transform, second_modulus = _transform(second, size)
+        power = transform**first
+        power = power * second_transform ** int(times[0])
+        # of one round, and one of the second, less
+        modulus_power = modulus ** (first - 1) * second_modulus ** (int(times[0]) - 1)
+        hop, fade = transform**self.every, modulus**self.every  # to the next number of rounds
+        if not self.once:
+            hop, fade = hop * second_transform, fade * second_modulus
         steps = int(upper.sum())
         for t, c, top in zip(rounds, times, upper, strict=True):
             # now entry k is the loss k * step, modulo size
@@ -288,8 +282,7 @@ class LossDistribution:
         self, rounds: np.ndarray, second: LossDistribution, times: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """The grid indices that the sums are above, or below, with probability at most 1e-15."""
-        half = len(self.masses) // 2
-        second_half = len(second.masses) // 2
+        half, second_half = self._half, second._half
         max_index = half * rounds + second_half * times
         surprise = math.log(1 / _WINDOW)
         variance = self.std() ** 2 + second.std() ** 2 * times[-1] / rounds[-1]
@@ -299,19 +292,12 @@ class LossDistribution:
         gaussian = math.sqrt(2 * surprise) / spread
         min_order = min(0.3 * gaussian / math.sqrt(rounds[-1]), 1 / half)
         orders = np.geomspace(min_order, max(3 * gaussian, 100 / half), 40)
-        upper, below = (
-            np.minimum(
-                max_index,
-                np.ceil(
-                    _chernoff(
-                        [(*self._groups(sign), rounds), (*second._groups(sign), times)],
-                        sign, surprise, orders,
-                    )
-                ),
-            )
-            for sign in (1, -1)
-        )  # fmt: skip
-        return np.maximum(upper, 1).astype(int), np.minimum(-below, 0).astype(int)
+
+        def bound(sign: int) -> np.ndarray:
+            parts = [(*self._groups(sign), rounds), (*second._groups(sign), times)]
+            return np.minimum(max_index, np.ceil(_chernoff(parts, sign, surprise, orders)))
+
+        return np.maximum(bound(1), 1).astype(int), np.minimum(-bound(-1), 0).astype(int)
 
 
 def _rounding_error(modulus_power: np.ndarray, count: int) -> float:

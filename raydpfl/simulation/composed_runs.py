@@ -22,7 +22,7 @@ from raydpfl.privacy import (
     RunRelease,
     StepsRelease,
     best_of,
-    local_steps_composition,
+    compose_step_runs,
     rigorous,
     together,
 )
@@ -100,7 +100,7 @@ def _compose_plans(
 ) -> Composition:
     if any(_has_step_noise(plan) for _, plan in runs):
         steps = [released_by_steps(run, plan) for run, plan in runs]
-        return local_steps_composition.compose_step_runs(steps, delta, accountants, adaptive)
+        return compose_step_runs(steps, delta, accountants, adaptive)
     return together([release_of(run, plan) for run, plan in runs], delta, accountants, adaptive)
 
 

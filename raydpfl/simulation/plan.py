@@ -163,7 +163,7 @@ class Plan:
         arrays = [
             self.population.privacy_cost,
             self.experiment.selection.corrections(self.population),
-            self.mechanism.step_stds if self.mechanism else None,
+            self.mechanism.stds if self.mechanism else None,
             individual.squares / individual.sensitivity_factor**2 if individual else None,
         ]
         # which may depend on more than its source and the data
@@ -382,7 +382,7 @@ class Plan:
         """Stds float64 [r] of the noise of these clients on the mean gradient of every local step;
         None when there is none.
         """
-        stds = self.mechanism.step_stds if self.mechanism else None
+        stds = self.mechanism.stds if self.mechanism else None
         return None if stds is None else stds[clients]
 
     def check_guarantees(self) -> None:

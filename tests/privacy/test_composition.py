@@ -20,8 +20,8 @@ from raydpfl.privacy import (
     Query,
     RunRelease,
     Sampling,
+    compose_step_runs,
     epsilon,
-    local_steps_composition,
     pld,
     report_of,
     together,
@@ -185,7 +185,7 @@ def of_steps(std, seed=0, counts=(3, 0, 2, 5), batch=10, rows=""):
 @pytest.mark.parametrize("name", BOTH)
 def test_steps_of_other_seeds_compose_client_by_client(name):
     runs = [of_steps(0.8), of_steps(0.5, seed=1, counts=(1, 4, 9, 0), batch=30)]
-    (joint,) = local_steps_composition.compose_step_runs(runs, 1e-3, [name]).guarantees
+    (joint,) = compose_step_runs(runs, 1e-3, [name]).guarantees
     each = [
         ACCOUNTANTS[name].together(
             [
@@ -206,7 +206,7 @@ def test_a_run_of_steps_in_two_halves_is_the_run():
     whole = of_steps(0.8, counts=(4, 2, 6, 8))
     halves = [of_steps(0.8, seed, counts=(2, 1, 3, 4)) for seed in (0, 1)]
     truth = report_of(whole.release, BOTH)
-    for one in local_steps_composition.compose_step_runs(halves, 1e-3, BOTH).guarantees:
+    for one in compose_step_runs(halves, 1e-3, BOTH).guarantees:
         expected = truth.epsilons(one.accountant, whole.participations).max()
         assert one.epsilon == pytest.approx(expected, rel=1e-6)
 
@@ -219,52 +219,42 @@ def test_steps_of_one_seed_are_one_gaussian_where_no_run_depends_on_another():
     second = [run.release.event(2) for run in (short, long)]
     joint = replace(second[0], mu=math.hypot(*(one.mu for one in second)))
     expected = max(ACCOUNTANTS["pld"].together(parts, 1e-3) for parts in (steps, [(joint, 2)]))
-    planned = local_steps_composition.compose_step_runs(
-        [short, long], 1e-3, ["pld"], adaptive=False
-    )
+    planned = compose_step_runs([short, long], 1e-3, ["pld"], adaptive=False)
     assert planned.guarantees[0].epsilon == pytest.approx(expected, rel=1e-12)
     assert not planned.notes
-    open_ones = local_steps_composition.compose_step_runs([short, long], 1e-3, ["pld"])
+    open_ones = compose_step_runs([short, long], 1e-3, ["pld"])
     assert "have the same seed 0, so the same batches" in open_ones.notes[0]
     assert open_ones.guarantees[0].sampling.knows == ""
     squares = [20 * (event.mu**2 + 3 * other.mu**2), 40 * sum(one.mu**2 for one in second)]
     known = pld.gaussian_epsilon(math.sqrt(max(squares)), 1e-3)
     assert open_ones.guarantees[0].epsilon == pytest.approx(known, rel=1e-9)
     longer = replace(long, cohorts=("a", "b", "c"))
-    assert not local_steps_composition.compose_step_runs(
-        [short, longer], 1e-3, ["pld"], False
-    ).notes
+    assert not compose_step_runs([short, longer], 1e-3, ["pld"], False).notes
     for other in (replace(long, rows="other"), replace(long, cohorts=("a", "c"))):
-        notes = local_steps_composition.compose_step_runs(
-            [short, other], 1e-3, ["pld"], False
-        ).notes
+        notes = compose_step_runs([short, other], 1e-3, ["pld"], False).notes
         assert "draw different batches from the same seed 0" in notes[0]
 
 
 def test_public_clients_are_left_out_and_a_client_without_noise_is_not():
     run = of_steps(np.array([0.8, 0.0, 0.8, 0.8]))
-    (joint,) = local_steps_composition.compose_step_runs(
-        [run, of_steps(0.5, 1)], 1e-3, ["pld"]
-    ).guarantees
+    (joint,) = compose_step_runs([run, of_steps(0.5, 1)], 1e-3, ["pld"]).guarantees
     assert math.isfinite(joint.epsilon)  # client 1 takes part in neither
     bare = replace(run, participations=np.array([0, 1, 0, 0]))
-    (joint,) = local_steps_composition.compose_step_runs(
-        [bare, of_steps(0.5, 1)], 1e-3, ["pld"]
-    ).guarantees
+    (joint,) = compose_step_runs([bare, of_steps(0.5, 1)], 1e-3, ["pld"]).guarantees
     assert joint.epsilon == math.inf and joint.conditions_failed
     claims = np.array([1.0, math.inf, 1.0, 1.0])
     public = replace(bare, release=replace(run.release, claims=claims))
     other = of_steps(0.5, 1, counts=(3, 9, 2, 5))
-    (joint,) = local_steps_composition.compose_step_runs([public, other], 1e-3, ["pld"]).guarantees
+    (joint,) = compose_step_runs([public, other], 1e-3, ["pld"]).guarantees
     assert math.isfinite(joint.epsilon) and "1 clients who are public" in joint.exclusions[-1]
     assert joint.sampling.client != 1
     absent = replace(public, participations=np.array([1, 0, 0, 0]))  # public where it is not
-    (joint,) = local_steps_composition.compose_step_runs([absent, other], 1e-3, ["pld"]).guarantees
+    (joint,) = compose_step_runs([absent, other], 1e-3, ["pld"]).guarantees
     assert "the worst of 4" in str(joint.sampling) and not joint.exclusions
-    (joint,) = local_steps_composition.compose_step_runs([public, public], 1e-3, ["pld"]).guarantees
+    (joint,) = compose_step_runs([public, public], 1e-3, ["pld"]).guarantees
     assert joint.epsilon == math.inf and joint.conditions_failed
     nobody = replace(run, participations=np.zeros(4, int))
-    (joint,) = local_steps_composition.compose_step_runs([nobody], 1e-3, ["pld"]).guarantees
+    (joint,) = compose_step_runs([nobody], 1e-3, ["pld"]).guarantees
     assert joint.epsilon == 0 and "no client took part" in str(joint.sampling)
 
 

@@ -215,7 +215,7 @@ def test_both_descriptions_answer_all_that_a_run_asks(release):
     asked = report.curves(draws, np.arange(3, 5))
     assert asked["rdp"].tolist() == curves["rdp"][2:].tolist()
     assert release.by_draws == (release.cohorts is None) and release.largest in (60, 100)
-    assert (release.step_stds is not None) == release.by_draws
+    assert (release.stds is not None) == release.by_draws
     assert release.proof_gap is None
     assert len(release.digest()) == 64
 
