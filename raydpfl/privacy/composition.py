@@ -180,9 +180,7 @@ def _secrecy_refusal(
 
 
 def _hidden_parts(runs: Sequence[RunRelease], secret: Sequence[ObserverView]) -> list[Part]:
-    """What composes with the cohorts hidden. Runs of one seed release, in a round, sums over the
-    same cohort.
-    """
+    """What composes with the cohorts hidden, which runs of one seed share round by round."""
     parts: list[Part] = []
     for seed in dict.fromkeys(run.seed for run in runs):
         seed_views = [v for r, v in zip(runs, secret, strict=True) if r.seed == seed]
@@ -364,9 +362,7 @@ def _batch_secrecy_refusal(runs: Sequence[StepsRelease], adaptive: bool) -> str 
 
 
 def _step_parts(runs: Sequence[StepsRelease], k: int) -> list[Part]:
-    """What composes of client k. At each step runs of one seed release sums over the same hidden
-    batch.
-    """
+    """What composes of client k: at each step runs of one seed have the same hidden batch."""
     parts: list[Part] = []
     for seed in dict.fromkeys(run.seed for run in runs):
         seed_runs = [run for run in runs if run.seed == seed and run.participations[k]]

@@ -15,6 +15,7 @@ array([0.2212, 0.    ])
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -52,9 +53,7 @@ class LaplaceRounds(SamplingScheme):
         return "rounds with Laplace noise"
 
     def curves(self, sampling, mu, relation):
-        def curve(epsilon: np.ndarray) -> np.ndarray:
-            return laplace_delta(epsilon, _ROOT * mu)
-
+        curve = partial(laplace_delta, ratio=_ROOT * mu)
         return ((curve, curve),)
 
     def renyi(self, sampling, mu, relation):

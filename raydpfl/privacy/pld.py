@@ -45,7 +45,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 
 import numpy as np
@@ -459,9 +459,7 @@ def poisson_curves(
     P = (1-q) N(0, 1) + q N(mu, 1) and Q = N(0, 1).
     """
     log_complement = math.log1p(-q) if q < 1 else -math.inf
-
-    def removal_curve(epsilon: np.ndarray) -> np.ndarray:
-        return q * delta(_unamplified_epsilon(epsilon, q), mu)
+    removal_curve = fixed_size_curve(q, mu, delta)
 
     def addition_curve(epsilon: np.ndarray) -> np.ndarray:
         # Q - e^eps P = w (Q - e^eps' N(mu,1)) with w = 1 - e^eps (1-q) and e^eps' = e^eps q / w;
@@ -651,10 +649,7 @@ def losses_with_gaussian(
     far above the std s of the former raises their variance from s^2 to about h s sqrt(2 / pi), kept
     below 1e-4 of the whole.
     """
-
-    def gaussian(epsilon: np.ndarray) -> np.ndarray:
-        return gaussian_delta(epsilon, gaussian_mu)
-
+    gaussian = partial(gaussian_delta, mu=gaussian_mu)
     up, down = pairs[0]
     loss = discretise(up, down, tail)
     reach = _reach(gaussian, tail)

@@ -83,9 +83,7 @@ class SumsReport:
     def _proved_view(
         self, draws: Sequence[ArrayLike] | None, rounds: np.ndarray
     ) -> tuple[Mechanism, np.ndarray, Terms] | None:
-        """What the first observer with a proof sees: its mechanism, how many of its rounds are
-        composed after a round, int64 [T], and its terms; None: there is none.
-        """
+        """Mechanism, rounds int64 [T] and terms of the first observer with a proof, or None."""
         max_draws: list[int | None] = [None] * len(rounds)
         if draws is not None:
             counts = Counter[int]()  # clients of all groups, where these take turns
@@ -220,9 +218,7 @@ class LocalStepsReport:
     def _worst(
         self, name: str, releases: list[tuple[np.ndarray, np.ndarray]], finals: np.ndarray
     ) -> np.ndarray:
-        """The largest epsilon of any client after every release (clients, how often each), which
-        `finals` int64 [N] sums up: float64 [releases].
-        """
+        """The largest epsilon of any client after each release; `finals` are their sum."""
         max_epsilons = np.where(self._covered_mask(name), self.epsilons(name, finals), 0.0)
         counts = np.zeros_like(finals)
         worst = 0.0
@@ -437,9 +433,7 @@ def row_quantiles(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def _quantiles(values: Sequence[float]) -> list[float]:
-    sorted_values = sorted(values)
-    places = [max(math.ceil(share * len(sorted_values)) - 1, 0) for share in SHARES]
-    return [sorted_values[place] for place in places] if sorted_values else []
+    return np.quantile(values, SHARES, method="inverted_cdf").tolist() if len(values) else []
 
 
 def scope_of(

@@ -13,23 +13,10 @@ from dp_accounting.rdp import RdpAccountant
 from scipy.special import ndtr
 from scipy.stats import binom, norm
 
+from raydpfl import privacy
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import (
-    Mechanism,
-    Query,
-    Sampling,
-    SamplingScheme,
-    covers,
-    delta,
-    epsilon,
-    epsilon_curve,
-    gaussian_delta,
-    gaussian_epsilon,
-    guarantees,
-    noise_for,
-    pld,
-)
+from raydpfl.privacy import Mechanism, Query, Sampling, delta, epsilon, gaussian_epsilon, guarantees
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.privacy.group import group_sampling as of_person
 from raydpfl.privacy.mechanism import Event
@@ -120,13 +107,13 @@ def test_the_exact_gaussian_curve_is_that_of_the_library():
     for mu in (0.05, 0.7, 3.0):
         loss = privacy_loss_distribution.from_gaussian_mechanism(1 / mu)
         for eps in (0.0, 0.1, 2.0):
-            assert gaussian_delta(eps, mu) == pytest.approx(
+            assert privacy.gaussian_delta(eps, mu) == pytest.approx(
                 loss.get_delta_for_epsilon(eps), rel=1e-3
             )
         assert gaussian_epsilon(mu, 1e-5) == pytest.approx(
             loss.get_epsilon_for_delta(1e-5), rel=1e-3, abs=1e-6
         )
-        assert gaussian_delta(gaussian_epsilon(mu, 1e-5), mu) <= 1e-5
+        assert privacy.gaussian_delta(gaussian_epsilon(mu, 1e-5), mu) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", ["fixed", "with_replacement"])
@@ -226,7 +213,7 @@ def test_delta_never_grows_with_epsilon(rounds):
     assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(spent))
 
 
-class Floor(SamplingScheme):
+class Floor(privacy.SamplingScheme):
     """A secret that is revealed with probability 1e-12, next to Poisson samples."""
 
     kind = "floor"
@@ -237,7 +224,7 @@ class Floor(SamplingScheme):
     def curves(self, sampling, mu, relation):
         raised = [
             tuple(lambda e, of=curve: 1e-12 + (1 - 1e-12) * of(e) for curve in pair)
-            for pair in pld.poisson_curves(sampling.q, mu)
+            for pair in privacy.pld.poisson_curves(sampling.q, mu)
         ]
         return tuple(raised)
 
@@ -264,7 +251,7 @@ def test_the_curve_is_epsilon_at_every_round_and_grows(kind, accountant):
     if (kind, accountant) == ("with_replacement", "rdp"):
         kind = "fixed"  # rdp does not cover the other
     run = at_mu(kind, 0.8, 60, 60 if kind == "full" else 6, 40)
-    curve = epsilon_curve(run, NATURAL[kind], 1e-5, accountant=accountant)
+    curve = privacy.epsilon_curve(run, NATURAL[kind], 1e-5, accountant=accountant)
     assert curve.shape == (40,) and curve.dtype == np.float64 and (np.diff(curve) >= 0).all()
     for t in (1, 2, 17, 40):
         assert curve[t - 1] == pytest.approx(
@@ -289,7 +276,7 @@ def test_a_delta_out_of_numerical_reach_gives_infinity_not_a_number_too_small():
     )
     assert math.isfinite(known.epsilon) and not known.conditions_failed
     with pytest.raises(ConfigError, match=r"^delta = 1e-20: expected more: .* too small for pld"):
-        noise_for(1.0, drawn, "replace_one", 1e-20)
+        privacy.noise_for(1.0, drawn, "replace_one", 1e-20)
 
 
 def test_draws_with_replacement_spend_at_most_what_all_of_them_of_one_client_do():
@@ -306,9 +293,9 @@ def test_small_deltas_of_composed_gaussians_are_those_of_the_one_that_they_are(m
     """By FFT, as if no closed form were known."""
 
     def curve(eps):
-        return gaussian_delta(eps, mu)
+        return privacy.gaussian_delta(eps, mu)
 
-    (loss,) = pld.distributions(((curve, curve),), pld.tail_for(target, rounds))
+    (loss,) = privacy.pld.distributions(((curve, curve),), privacy.pld.tail_for(target, rounds))
     found = loss.epsilons(target, 1, rounds)
     exact = gaussian_epsilon(mu * np.sqrt(np.arange(1, rounds + 1)), target)
     assert (found >= exact).all() and found == pytest.approx(exact, rel=5e-3)
@@ -343,7 +330,7 @@ UNCOVERED = [
 def test_what_is_not_covered_is_refused_with_the_nearest_that_is(
     run, relation, accountant, nearest
 ):
-    assert nearest in covers(accountant, run, relation)
+    assert nearest in privacy.covers(accountant, run, relation)
     with pytest.raises(ConfigError, match=r"^accountant = "):
         epsilon(run, relation, 1e-5, accountant=accountant)
     if run.sampling.hidden:
@@ -373,7 +360,8 @@ def test_hidden_cohort_known_cohort_and_every_update_are_reported():
     composed over the *expected* T r / N = 4.17 rounds of a client, which bounds no client; the
     guarantees compose over the realised number, or over all rounds.
     """
-    run = mechanism(placement="client").with_noise(noise_for(1.5, mechanism(), "replace_one", 1e-5))
+    z = privacy.noise_for(1.5, mechanism(), "replace_one", 1e-5)
+    run = mechanism(placement="client").with_noise(z)
     mu = run.mu("replace_one")
 
     def gaussians(count: float) -> float:
@@ -476,28 +464,23 @@ def test_public_cohorts_cost_what_the_gaussians_of_a_clients_own_rounds_cost(rel
     run = mechanism("public", 50, 5, std=3.0, rounds=12)
     full = mechanism("full", 50, 50, std=3.0, rounds=12)
     mu = k / 3 * np.sqrt(np.arange(1, 13))
-    assert epsilon_curve(run, relation, 1e-5) == pytest.approx(gaussian_epsilon(mu, 1e-5), rel=1e-9)
-    assert delta(run, relation, 0.7) == pytest.approx(gaussian_delta(0.7, mu[-1]), rel=1e-9)
+    assert privacy.epsilon_curve(run, relation, 1e-5) == pytest.approx(
+        gaussian_epsilon(mu, 1e-5), rel=1e-9
+    )
+    assert delta(run, relation, 0.7) == pytest.approx(privacy.gaussian_delta(0.7, mu[-1]), rel=1e-9)
     renyi = [epsilon(each, relation, 1e-5, accountant="rdp") for each in (run, full)]
     assert renyi[0] == pytest.approx(renyi[1], rel=1e-12)
-    z = [noise_for(2.0, each, relation, 1e-5) for each in (run, full)]
+    z = [privacy.noise_for(2.0, each, relation, 1e-5) for each in (run, full)]
     assert z[0] == pytest.approx(z[1], rel=1e-3)
 
 
 @pytest.mark.parametrize(("relation", "moves"), [("replace_one", 2), ("zero_out", 1)])
 def test_a_per_client_query_costs_what_the_library_says_of_two_gaussians(relation, moves):
-    z = 3.0
-    bound = 1.5
-    std = 4.0
-    r = 9
-    rounds = 6
+    z, bound, std = 3.0, 1.5, 4.0
+    r, rounds = 9, 6
     queries = (Query("updates", 1.0, z), Query("losses", bound, std, per_client=True))
-    both = Mechanism(
-        Sampling("public", 100, r),
-        queries,
-        rounds,
-        placement="client" if relation == "replace_one" else "server",
-    )
+    placement = "client" if relation == "replace_one" else "server"
+    both = Mechanism(Sampling("public", 100, r), queries, rounds, placement=placement)
 
     def library(spread: float, accountant) -> float:
         accountant.compose(dp_event.GaussianDpEvent(spread / moves), rounds)
@@ -512,30 +495,26 @@ def test_a_per_client_query_costs_what_the_library_says_of_two_gaussians(relatio
         for found, spread in zip(claims, (z, z / math.sqrt(r)), strict=False):
             assert found.epsilon == pytest.approx(library(spread, make()), rel=2e-3)
     mu = moves * math.hypot(1 / z, bound / std) * math.sqrt(rounds)
-    assert delta(both, relation, 5.0) == pytest.approx(float(gaussian_delta(5.0, mu)))
-    found = noise_for(20.0, both, relation, 1e-5)
+    assert delta(both, relation, 5.0) == pytest.approx(float(privacy.gaussian_delta(5.0, mu)))
+    found = privacy.noise_for(20.0, both, relation, 1e-5)
     less = both.with_noise(found * (1 - 2e-4))
     assert epsilon(both.with_noise(found), relation, 1e-5) <= 20.0 < epsilon(less, relation, 1e-5)
     alone = float(gaussian_epsilon(moves * bound / std * math.sqrt(rounds), 1e-5))
-    with pytest.raises(
-        ConfigError,
-        match=rf"no noise, however large.*the losses alone, with the noise given, spend "
-        rf"{alone:.4g}",
-    ):
-        noise_for(0.99 * alone, both, relation, 1e-5)
+    refused = "no noise, however large.*the losses alone, with the noise given, spend "
+    with pytest.raises(ConfigError, match=f"{refused}{alone:.4g}"):
+        privacy.noise_for(0.99 * alone, both, relation, 1e-5)
 
 
 def test_the_papers_formula_claims_nothing_for_a_per_client_query():
     sums = Mechanism(Sampling("fixed", 1920, 80), (Query("updates", 1.0, 4.0),), 100)
-    both = Mechanism(
-        sums.sampling, (*sums.queries, Query("losses", 1.0, 4.0, per_client=True)), 100
-    )
+    losses = Query("losses", 1.0, 4.0, per_client=True)
+    both = replace(sums, queries=(*sums.queries, losses))
     (without,), (found,) = (
         guarantees(each, "replace_one", 1e-5, accountants=["paper"]) for each in (sums, both)
     )
-    assert found.epsilon == without.epsilon and set(found.conditions_failed) - set(
-        without.conditions_failed
-    ) == {"nothing is released next to the sum (here too: the losses of clients)"}
+    more = set(found.conditions_failed) - set(without.conditions_failed)
+    assert found.epsilon == without.epsilon
+    assert more == {"nothing is released next to the sum (here too: the losses of clients)"}
 
 
 def test_against_public_cohorts_there_is_no_observer_who_does_not_know_them():
@@ -548,7 +527,7 @@ def test_against_public_cohorts_there_is_no_observer_who_does_not_know_them():
     mu = 2 / 3 * np.sqrt([7, 7 * 5])
     expected = pytest.approx(gaussian_epsilon(mu, 1e-5), rel=1e-6)
     assert np.array([known.epsilon, seen.epsilon]) == expected
-    assert covers("rdp", run, "zero_out") is None
+    assert privacy.covers("rdp", run, "zero_out") is None
     under = guarantees(run, "add_remove", 1e-5, accountants=["pld"])
     assert {found.relation for found in under} == {"zero_out"}
     (printed,) = guarantees(run, "replace_one", 1e-5, accountants=["paper"])
@@ -617,12 +596,12 @@ def test_no_round_shows_more_than_the_gaussian_of_the_worst_cohorts(sampling, re
         return
     mu, at = 0.7, np.array([0.0, 0.1, 1.0, 3.0])
     event = Event(sampling, mu, relation=relation)
-    most = gaussian_delta(at, float(event.mu_bound(1)))
+    most = privacy.gaussian_delta(at, float(event.mu_bound(1)))
     curves = [curve for pair in sampling.scheme.curves(sampling, mu, relation) for curve in pair]
     shown = np.max([curve(at) for curve in curves], axis=0)
     assert (shown <= most * (1 + 1e-9)).all()
     if sampling.cohort == 990:
-        assert (shown > gaussian_delta(at, 0.9 * float(event.mu_bound(1)))).all()
+        assert (shown > privacy.gaussian_delta(at, 0.9 * float(event.mu_bound(1)))).all()
 
 
 @pytest.mark.slow

@@ -16,30 +16,20 @@ from raydpfl import privacy, run
 from raydpfl.cli import budget_display
 from raydpfl.errors import ConfigError
 from raydpfl.methods.noise import FAMILY
-from raydpfl.privacy import (
-    Mechanism,
-    Query,
-    RunRelease,
-    Sampling,
-    calculator,
-    gaussian_epsilon,
-    together,
-)
+from raydpfl.privacy import Mechanism, Query, Sampling, calculator
 from raydpfl.privacy.factorization import STRATEGIES
 from raydpfl.simulation import planned_guarantee
 
 CLIENTS = {"population": 1920, "cohort": 80}  # PRIVACY.md sec. 2
 SMALLER = {"population": 200, "cohort": 20}
+EVERYONE = {"population": 50, "sampling": "full"}
 SCHEMES = {
     "fixed": SMALLER,
     "Poisson": {**SMALLER, "sampling": "poisson"},
     "Poisson, zero out": {**SMALLER, "sampling": "poisson", "relation": "zero_out"},
     "with replacement": {**SMALLER, "sampling": "with_replacement"},
-    "full": {"population": 50, "sampling": "full"},
-    "full, add or remove": {
-        **{"population": 50, "sampling": "full"},
-        **{"relation": "add_remove", "placement": "server"},
-    },
+    "full": EVERYONE,
+    "full, add or remove": {**EVERYONE, "relation": "add_remove", "placement": "server"},
 }
 MNIST = {"samples": 600, "batch": 10, "steps": 300}  # 002, PRIVACY.md sec. 4
 SHORT = {"samples": 100, "batch": 10, "steps": 20}
@@ -65,9 +55,10 @@ def ask(unit, given, rounds=None, **options) -> calculator.Budget:
 def test_brackets_in_the_name_of_a_run_are_shown():
     mechanism = Mechanism(Sampling("fixed", 100, 10), (Query("updates", 1.0, 2.0),), 3)
     named = [
-        RunRelease(f"runs/a[{k}]", mechanism, "replace_one", 3, None, k, "") for k in ("x", "y")
+        privacy.RunRelease(f"runs/a[{k}]", mechanism, "replace_one", 3, None, k, "")
+        for k in ("x", "y")
     ]
-    text = shown(together(named, 1e-5, ["pld"]))
+    text = shown(privacy.together(named, 1e-5, ["pld"]))
     assert "runs/a[x]" in text and "runs/a[y]" in text
 
 
@@ -118,7 +109,7 @@ def test_noise_by_a_strategy_is_answered_with_its_zcdp(strategy):
     answer = calculator.client_budget(**asked, noise_multiplier=5.0).answers[0].guarantee
     square = STRATEGIES[strategy](60, 20, 2)[-1] / 25
     assert answer.rho == pytest.approx(square / 2)
-    assert answer.epsilon == pytest.approx(float(gaussian_epsilon(math.sqrt(square), 1e-5)))
+    assert answer.epsilon == pytest.approx(float(privacy.gaussian_epsilon(math.sqrt(square), 1e-5)))
     assert f"zCDP with rho {square / 2:.4g}" in answer.sentence()
     found = calculator.client_budget(**asked, epsilon=answer.epsilon).answers[0].noise_multiplier
     assert found == pytest.approx(5.0, rel=1e-3)
@@ -282,7 +273,7 @@ def test_the_sentence_bounds_what_the_best_test_detects(mu):
     """Full participation, one round: the best test of N(0, 1) against N(mu, 1) at 5% false alarms
     detects Phi(Phi^-1(0.05) + mu).
     """
-    found = ask("client", {"population": 50, "sampling": "full"}, 1, noise_multiplier=2 / mu)
+    found = ask("client", EVERYONE, 1, noise_multiplier=2 / mu)
     claimed = float(found.sentence().split("at most ")[1].split("%")[0]) / 100
     assert ndtr(ndtri(0.05) + mu) < claimed <= 1
 

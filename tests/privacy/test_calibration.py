@@ -5,17 +5,9 @@ import math
 
 import pytest
 
+from raydpfl import privacy
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import (
-    Mechanism,
-    Query,
-    Sampling,
-    calibration,
-    epsilon,
-    epsilon_curve,
-    noise_for,
-    rounds_for,
-)
+from raydpfl.privacy import Mechanism, Query, Sampling, calibration, epsilon, noise_for, rounds_for
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -44,7 +36,7 @@ def test_the_noise_found_meets_the_target_and_hardly_less_would_not(
         enough, less = run.with_noise(z), run.with_noise(z * (1 - 3e-4))
         assert epsilon(enough, relation, 1e-5, accountant=accountant) <= target
         assert epsilon(less, relation, 1e-5, accountant=accountant) > target
-        assert epsilon_curve(enough, relation, 1e-5, accountant=accountant)[-1] <= target
+        assert privacy.epsilon_curve(enough, relation, 1e-5, accountant=accountant)[-1] <= target
 
 
 def test_full_participation_calibrates_to_the_exact_gaussian():

@@ -12,22 +12,11 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from scipy.stats import norm
 
+from raydpfl import privacy
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import overridden
-from raydpfl.privacy import (
-    LocalSteps,
-    Mechanism,
-    Query,
-    RunRelease,
-    Sampling,
-    compose_step_runs,
-    epsilon,
-    pld,
-    report_of,
-    together,
-)
+from raydpfl.privacy import Mechanism, Query, RunRelease, Sampling, compose_step_runs, pld, together
 from raydpfl.privacy.accountants import ACCOUNTANTS
-from raydpfl.privacy.composition import StepsRelease
 from raydpfl.privacy.guarantee import Observer
 from raydpfl.simulation.composed_runs import StoredRun, compose, compose_trials
 
@@ -73,7 +62,9 @@ def test_a_run_in_two_halves_is_the_run(kind, cohort, z, rounds):
     for name in BOTH:
         halves = [(event, rounds // 2), (event, rounds - rounds // 2)]
         found = ACCOUNTANTS[name].together(halves, 1e-5)
-        assert found == pytest.approx(epsilon(whole.mechanism, relation, 1e-5, rounds, name), 1e-6)
+        assert found == pytest.approx(
+            privacy.epsilon(whole.mechanism, relation, 1e-5, rounds, name), 1e-6
+        )
 
 
 def test_runs_of_one_seed_are_one_gaussian_while_both_last():
@@ -178,25 +169,21 @@ def test_a_thousand_kinds_of_rounds_are_composed_by_levels():
 
 
 def of_steps(std, seed=0, counts=(3, 0, 2, 5), batch=10, rows=""):
-    release = LocalSteps([600, 600, 40, 8], batch=batch, steps=20, bound=1.0, delta=1e-3, stds=std)
-    return StepsRelease(f"{std}", release, np.array(counts), seed, ("a", "b"), rows)
+    release = privacy.LocalSteps(
+        [600, 600, 40, 8], batch=batch, steps=20, bound=1.0, delta=1e-3, stds=std
+    )
+    return privacy.StepsRelease(f"{std}", release, np.array(counts), seed, ("a", "b"), rows)
 
 
 @pytest.mark.parametrize("name", BOTH)
 def test_steps_of_other_seeds_compose_client_by_client(name):
     runs = [of_steps(0.8), of_steps(0.5, seed=1, counts=(1, 4, 9, 0), batch=30)]
     (joint,) = compose_step_runs(runs, 1e-3, [name]).guarantees
-    each = [
-        ACCOUNTANTS[name].together(
-            [
-                (run.release.event(k), int(run.participations[k]))
-                for run in runs
-                if run.participations[k]
-            ],
-            1e-3,
-        )
-        for k in range(4)
-    ]
+    each = []
+    for k in range(4):
+        with_client = [run for run in runs if run.participations[k]]
+        parts = [(run.release.event(k), int(run.participations[k])) for run in with_client]
+        each.append(ACCOUNTANTS[name].together(parts, 1e-3))
     assert joint.epsilon == max(each) and joint.sampling.client == int(np.argmax(each))
     assert (joint.unit, joint.relation) == ("sample", "replace_one")
     assert joint.observer == Observer.UPDATES
@@ -205,7 +192,7 @@ def test_steps_of_other_seeds_compose_client_by_client(name):
 def test_a_run_of_steps_in_two_halves_is_the_run():
     whole = of_steps(0.8, counts=(4, 2, 6, 8))
     halves = [of_steps(0.8, seed, counts=(2, 1, 3, 4)) for seed in (0, 1)]
-    truth = report_of(whole.release, BOTH)
+    truth = privacy.report_of(whole.release, BOTH)
     for one in compose_step_runs(halves, 1e-3, BOTH).guarantees:
         expected = truth.epsilons(one.accountant, whole.participations).max()
         assert one.epsilon == pytest.approx(expected, rel=1e-6)
@@ -298,7 +285,7 @@ STEPS = (
 def test_stored_runs_with_noise_at_local_steps_compose():
     a, b = stored("a", *STEPS), stored("b", *STEPS, "seed=9")
     planned = compose([a, b])
-    alone = [report_of(run.release, BOTH) for run in planned.runs]
+    alone = [privacy.report_of(run.release, BOTH) for run in planned.runs]
     counts = sum(run.participations for run in planned.runs)
     for one in planned.guarantees:
         assert one.epsilon == pytest.approx(alone[0].epsilons(one.accountant, counts).max(), 1e-6)

@@ -169,12 +169,10 @@ def test_no_pattern_of_participations_passes_the_squares_of_a_tree_and_one_attai
         total = 0
         for height in range(block.bit_length()):
             places = [(t // block, t % block >> height) for t in pattern]
-            ends = {node: (node[1] + 1 << height) <= block for node in places}
-            ends = {
-                node: end and node[0] * block + (node[1] + 1 << height) <= rounds
-                for node, end in ends.items()
-            }
-            total += sum(places.count(node) ** 2 for node, end in ends.items() if end)
+            for tree, node in set(places):
+                end = node + 1 << height
+                if end <= block and tree * block + end <= rounds:
+                    total += places.count((tree, node)) ** 2
         most[len(pattern)] = max(most[len(pattern)], total)
     squares = tree_squares(rounds, separation, participations, restart)
     most = np.maximum.accumulate(most)

@@ -9,16 +9,7 @@ from scipy.stats import binom, hypergeom
 
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import (
-    LocalSteps,
-    Mechanism,
-    Query,
-    Sampling,
-    SamplingScheme,
-    gaussian_epsilon,
-    pld,
-    rdp,
-)
+from raydpfl.privacy import LocalSteps, Mechanism, Query, Sampling, SamplingScheme, pld, rdp
 from raydpfl.privacy.calculator import PersonalBudget, sample_budget
 from raydpfl.privacy.group import group_sampling
 
@@ -145,7 +136,7 @@ def test_all_samples_of_a_client_are_in_every_step(sampling):
         [60, 8], batch=10, steps=6, bound=0.5, stds=[2.0, 4.0], delta=1e-3, sampling=sampling
     )
     persons = PersonalBudget(steps, [3, 1], ["pld"]).persons
-    expected = gaussian_epsilon(2 * 0.5 / 2.0 * np.sqrt(3 * 6), 1e-3)
+    expected = pld.gaussian_epsilon(2 * 0.5 / 2.0 * np.sqrt(3 * 6), 1e-3)
     assert [one.epsilon for one in persons] == pytest.approx([float(expected)])
     assert persons[0].sampling.client == 0
     assert not persons[0].sampling.knows

@@ -7,14 +7,9 @@ import pytest
 from raydpfl.errors import BudgetError, ConfigError, RunError
 from raydpfl.privacy import Ledger, Segment, Spent, check_budget
 
+RELEASE = {"mechanism": "5f70bf", "bound": 1.0}
 ROUNDS = [
-    {
-        "t": t,
-        "epsilon": {"pld": 0.5 + t / 10, "rdp": 1.0 + t},
-        "mechanism": "5f70bf",
-        "bound": 1.0,
-        "std": 4.0 + t,
-    }
+    {"t": t, "epsilon": {"pld": 0.5 + t / 10, "rdp": 1.0 + t}, **RELEASE, "std": 4.0 + t}
     for t in range(3)
 ]
 
@@ -100,7 +95,7 @@ def test_the_budget_stops_the_round_that_would_overspend_and_no_other():
 
 def test_a_restart_begins_a_segment_and_counts_what_was_released_before(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    released = {"epsilon": {"pld": 0.5}, "mechanism": "m", "bound": 1.0, "std": 2.0}
+    released = {**RELEASE, "epsilon": {"pld": 0.5}, "std": 2.0}
     Ledger(path).record(t=0, **released)
     ledger = Ledger(path, resume=True)
     for t, restart in [(1, 0), (2, 0), (2, 0), (1, 1), (2, 1), (3, 1), (3, 1)]:

@@ -12,22 +12,11 @@ from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 from dp_accounting.rdp import RdpAccountant
 
-from raydpfl import run
+from raydpfl import privacy, run
 from raydpfl.core import prng
 from raydpfl.errors import BudgetError, ConfigError
 from raydpfl.methods.local import Sgd
-from raydpfl.privacy import (
-    Event,
-    Guarantee,
-    LocalSteps,
-    Query,
-    Sampling,
-    calibrate_local_steps,
-    epsilon,
-    gaussian_delta,
-    gaussian_epsilon,
-    report_of,
-)
+from raydpfl.privacy import LocalSteps, calibrate_local_steps, report_of
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS
 from raydpfl.privacy.accounting import NOISELESS
 from raydpfl.privacy.guarantee import SHARES, column
@@ -67,7 +56,7 @@ def alone(mechanism: LocalSteps, k: int, count: int, accountant: str) -> float:
     client = {"samples": int(mechanism.samples[k]), "batch": int(mechanism.batches[k])}
     client |= {"bound": mechanism.bound, "std": float(mechanism.stds[k])}
     one = local_steps(**client, steps=mechanism.steps * count)
-    return epsilon(one, "replace_one", mechanism.delta, accountant=accountant)
+    return privacy.epsilon(one, "replace_one", mechanism.delta, accountant=accountant)
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
@@ -83,7 +72,7 @@ def test_all_clients_at_once_cost_what_each_costs_alone(accountant):
     assert (by_id == together).all()
 
 
-LOSSES = Query("losses", 2.5, 3.0, per_client=True)  # losses clipped to [0, 5]
+LOSSES = privacy.Query("losses", 2.5, 3.0, per_client=True)  # losses clipped to [0, 5]
 
 
 def two_gaussians(mechanism: LocalSteps, k: int, count: int, accountant: str) -> float:
@@ -103,7 +92,7 @@ def two_gaussians(mechanism: LocalSteps, k: int, count: int, accountant: str) ->
         return library.get_epsilon(mechanism.delta)
     step = 8 * mu / 4000
     grid = step * np.arange(4001)
-    inner = q * gaussian_delta(np.log1p(np.expm1(grid) / q), mu)
+    inner = q * privacy.gaussian_delta(np.log1p(np.expm1(grid) / q), mu)
     deltas = np.concatenate([(1 - np.exp(-grid) + np.exp(-grid) * inner)[:0:-1], inner])
     one = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
         step, -4000, 4000, np.clip(deltas, 0, 1)
@@ -122,9 +111,8 @@ def test_losses_released_beside_the_steps_cost_what_the_library_says_of_both(acc
     shape = ([100, 500, 20, 60], 20, 5, 1.0, 1e-5, [0.2, 0.3, 0.4, 1.0])
     found = LocalSteps(*shape, side_query=LOSSES)
     silent = LocalSteps(*shape)
-    for k, (count, value) in enumerate(
-        zip(counts, report_of(found).epsilons(accountant, counts).tolist(), strict=True)
-    ):
+    values = report_of(found).epsilons(accountant, counts).tolist()
+    for k, (count, value) in enumerate(zip(counts, values, strict=True)):
         assert value == pytest.approx(two_gaussians(found, k, count, accountant), rel=2e-3)
         assert value > report_of(silent).epsilons(accountant, counts)[k]
     (curve,) = report_of(found, [accountant]).curves([[3]] * 30).values()
@@ -138,11 +126,11 @@ def test_losses_far_louder_or_quieter_than_the_steps_are_accounted_for_on_one_gr
     """At the ends what is left is the one or the other, to a relative 1e-3, never below it."""
 
     def spent(cohort: int, mu: float, also: float = 0.0) -> float:
-        event = Event(Sampling("fixed", 100, cohort), mu, 5, also)
+        event = privacy.Event(privacy.Sampling("fixed", 100, cohort), mu, 5, also)
         return float(ACCOUNTANTS["pld"].curve(event, 1e-5, np.array([4]))[0])
 
     for mu, other in ((1e-4, 3.0), (1e-2, 50.0), (0.02, 1.0)):
-        alone = float(gaussian_epsilon(2 * other, 1e-5))
+        alone = float(privacy.gaussian_epsilon(2 * other, 1e-5))
         assert alone <= spent(1, mu, other) <= alone * 1.001
     steps = spent(10, 1.0)
     assert steps <= spent(10, 1.0, 1e-9) <= steps * 1.001
@@ -178,7 +166,7 @@ def test_every_client_meets_its_budget_and_hardly_less_noise_would_not(
 def test_losses_that_leave_a_client_nothing_of_its_budget_are_refused_by_its_name():
     given = {**FEW_STEPS, "samples": [600, 60], "participations": [1, 4], "budgets": 1.0}
     given["side_query"] = LOSSES
-    alone = float(gaussian_epsilon(5 / (60 * 3.0) * 2, 1e-5))
+    alone = float(privacy.gaussian_epsilon(5 / (60 * 3.0) * 2, 1e-5))
     calibrate_local_steps(**given)
     few = given | {"budgets": 0.1}
     losses = rf"^side_query = 3.0: .* losses of client 1, .* epsilon {alone:.4g} of its 0.1"
@@ -360,7 +348,7 @@ def test_epochs_are_not_amplified_and_say_so():
     # 2/10.
     plain = local_steps(samples=100, batch=100, steps=6, bound=1.0, std=2.0 * 10 / 100)
     (spent,) = report_of(epochs).epsilons("pld", [3])
-    assert spent == pytest.approx(epsilon(plain, "replace_one", 1e-5), rel=1e-9)
+    assert spent == pytest.approx(privacy.epsilon(plain, "replace_one", 1e-5), rel=1e-9)
     assert spent > report_of(fresh).epsilons("pld", [3])[0]
     for guarantee in report_of(epochs).guarantees([3]):
         order = "shuffled epochs, order known, 6 Gaussians without amplification"
@@ -391,7 +379,7 @@ def test_the_guarantees_are_those_of_the_client_that_spends_most():
         assert guarantee.exclusions == ("tuning",)
         assert guarantee.kind == ("paper" if name in FORMULAS else "rigorous")
         assert (guarantee.delta == 1e-5) == (name != "Chen 2024 Theorem 5")
-        assert Guarantee.from_dict(json.loads(json.dumps(guarantee.to_dict()))) == guarantee
+        assert privacy.Guarantee.from_dict(json.loads(json.dumps(guarantee.to_dict()))) == guarantee
         ordered = np.sort(spent[counts > 0])
         places = [max(math.ceil(share * len(ordered)) - 1, 0) for share in SHARES]
         assert row_quantiles(rows, column(name)) == ordered[places].tolist()

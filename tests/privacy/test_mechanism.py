@@ -11,22 +11,10 @@ import numpy as np
 import pytest
 from conftest import experiment
 
+from raydpfl import privacy
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import report_config_fields
-from raydpfl.privacy import (
-    Guarantee,
-    LocalSteps,
-    Mechanism,
-    Query,
-    Sampling,
-    Terms,
-    covers,
-    epsilon,
-    guarantees,
-    noise_for,
-    pld,
-    report_of,
-)
+from raydpfl.privacy import Guarantee, Mechanism, Query, Sampling
 from raydpfl.privacy.guarantee import Observer, Scope
 from raydpfl.privacy.sampling import Participations, SamplingScheme
 from raydpfl.simulation.resolution import resolve
@@ -147,7 +135,7 @@ def test_a_guarantee_has_the_fields_of_the_summary_survives_json_and_says_all_of
 
 def test_a_guarantee_is_made_of_facts_and_what_is_read_back_has_their_words_alone():
     run = replace(MECHANISM, placement="client")
-    hidden, known, seen = guarantees(
+    hidden, known, seen = privacy.guarantees(
         run, "replace_one", 1e-5, accountants=["rdp"], participations=7
     )
     observers = [str(one.observer) for one in (hidden, known, seen)]
@@ -176,7 +164,7 @@ class Halves(SamplingScheme):
         return None if relation == "replace_one" else "halves are covered under replace_one only"
 
     def curves(self, sampling, mu, relation):
-        curve = pld.fixed_size_curve(sampling.q, mu)
+        curve = privacy.pld.fixed_size_curve(sampling.q, mu)
         return ((curve, curve),)
 
 
@@ -186,18 +174,20 @@ def test_a_sampling_law_of_ones_own_needs_no_change_of_an_accountant():
         Mechanism(Sampling(kind, 1920, 80), queries, 100) for kind in (Halves(), "fixed")
     )
     assert str(mine.sampling) == "80 of 1920, by halves" and mine.sampling.hidden
-    assert epsilon(mine, "replace_one", 1e-5) == epsilon(fixed, "replace_one", 1e-5)
+    assert privacy.epsilon(mine, "replace_one", 1e-5) == privacy.epsilon(fixed, "replace_one", 1e-5)
     reason = "cohorts by sampling scheme halves are not covered by rdp; nearest: pld"
-    assert covers("rdp", mine, "replace_one") == reason
-    assert covers("pld", mine, "zero_out") == "halves are covered under replace_one only"
-    found = guarantees(mine, "replace_one", 1e-5, accountants=["pld", "rdp"], participations=12)
+    assert privacy.covers("rdp", mine, "replace_one") == reason
+    assert privacy.covers("pld", mine, "zero_out") == "halves are covered under replace_one only"
+    found = privacy.guarantees(
+        mine, "replace_one", 1e-5, accountants=["pld", "rdp"], participations=12
+    )
     finite = [(one.accountant, math.isfinite(one.epsilon)) for one in found]
     assert finite == [("pld", True), ("pld", True), ("rdp", False), ("rdp", True)]
     assert mine.digest() != fixed.digest()
 
 
 LOSSES_TOO = replace(MECHANISM, queries=(QUERY, LOSSES))
-STEPS = LocalSteps([100, 60, 80], 10, 5, 1.0, 1e-5, [2.0, 2.0, 0.5])
+STEPS = privacy.LocalSteps([100, 60, 80], 10, 5, 1.0, 1e-5, [2.0, 2.0, 0.5])
 SUMS = Mechanism(Sampling("poisson", 60, 10), (Query("updates", 1.0, 4.0),), rounds=4)
 
 
@@ -206,8 +196,8 @@ def test_both_descriptions_answer_all_that_a_run_asks(release):
     """The last point of a curve is the guarantee, whichever description stands behind it."""
     draws = [[0, 1], [1, 2], [1], [0]]
     counts = Counter(client for drawn in draws for client in drawn)
-    terms = Terms("zero_out", 1e-5)
-    report = report_of(release, ("rdp",), terms)
+    terms = privacy.Terms("zero_out", 1e-5)
+    report = privacy.report_of(release, ("rdp",), terms)
     curves = report.curves(draws, np.arange(1, 5))
     assert [len(curve) for curve in curves.values()] == [4] and (np.diff(curves["rdp"]) >= 0).all()
     first = report.guarantees(counts, 4)[0]
@@ -223,9 +213,9 @@ def test_both_descriptions_answer_all_that_a_run_asks(release):
 def test_a_parameter_is_refused_by_its_own_name_and_by_the_fields_name_in_a_run():
     more = "= 0.001: expected more: at delta 1e-05 no noise"
     with pytest.raises(ConfigError, match=f"^target {more}"):
-        noise_for(0.001, LOSSES_TOO, "replace_one", 1e-5)
+        privacy.noise_for(0.001, LOSSES_TOO, "replace_one", 1e-5)
     with pytest.raises(ConfigError, match=f"^noise.epsilon {more}"), report_config_fields():
-        noise_for(0.001, LOSSES_TOO, "replace_one", 1e-5)
+        privacy.noise_for(0.001, LOSSES_TOO, "replace_one", 1e-5)
     noise = {"epsilon": 1.0, "multiplier": None, "delta": 0.999}
     with pytest.raises(ConfigError, match=r"^noise.delta = 0.999: expected less"):
         resolve(experiment(noise=noise, privacy={"accountants": ["pld"]}))

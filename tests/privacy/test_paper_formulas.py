@@ -6,19 +6,9 @@ import numpy as np
 import pytest
 from conftest import local_steps
 
+from raydpfl import privacy
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import (
-    Mechanism,
-    Query,
-    Sampling,
-    budget_variance,
-    delta,
-    epsilon,
-    gaussian_delta,
-    guarantees,
-    noise_for,
-    paper_multiplier,
-)
+from raydpfl.privacy import Mechanism, Query, Sampling, budget_variance, epsilon, paper_multiplier
 from raydpfl.privacy.accountants import FORMULAS
 from raydpfl.privacy.accountants.chen_2024 import tcdp
 from raydpfl.privacy.accountants.paper import paper_epsilon
@@ -47,7 +37,7 @@ def claims(formula, std: float, client: dict, target: float = 1e-2) -> float:
 def test_the_constant_v_that_exact_accounting_needs(kind, relation, v):
     """PRIVACY.md sec. 3: at epsilon 1.5 and T = 100, so no single constant is right."""
     run = Mechanism(Sampling(kind, 1920, 80), (Query("update", 1.0, 0.0),), 100)
-    z = noise_for(1.5, run, relation, 1e-5)
+    z = privacy.noise_for(1.5, run, relation, 1e-5)
     assert (z * 1.5 / COHORT.q) ** 2 / (100 * math.log(1e5)) == pytest.approx(v, abs=0.05)
 
 
@@ -56,8 +46,8 @@ def test_the_formula_inverts_and_its_guarantee_is_labelled_as_the_papers():
     assert z == pytest.approx(80 / 1920 * math.sqrt(2 * 100 * math.log(1e5)) / 1.5)
     assert paper_epsilon(z, COHORT, 100, 1e-5, v=2.0).value == pytest.approx(1.5)
     run = Mechanism(COHORT, (Query("update", 1.0, z),), 100)
-    assert delta(run, "replace_one", 1.5, accountant="paper", v=2.0) == pytest.approx(1e-5)
-    printed, *_ = guarantees(run, "replace_one", 1e-5, accountants=["paper", "pld"], v=2.0)
+    assert privacy.delta(run, "replace_one", 1.5, accountant="paper", v=2.0) == pytest.approx(1e-5)
+    printed, *_ = privacy.guarantees(run, "replace_one", 1e-5, accountants=["paper", "pld"], v=2.0)
     assert (printed.kind, printed.relation) == ("paper", "unstated") and printed.conditions_failed
     assert printed.epsilon == pytest.approx(1.5)
 
@@ -147,7 +137,7 @@ def test_003_asks_below_ten_for_too_much_noise_all_the_same(budget):
     """PRIVACY.md sec. 5, n 500, B 128, 50 steps: 1.6 to 2.8 times the need, from 0.15 or so."""
     client = {"samples": 500, "batch": 128, "steps": 50, "bound": 1.0}
     steps = local_steps(**client, std=1.0)
-    exact = noise_for(budget, steps, "replace_one", 1e-5) / 128
+    exact = privacy.noise_for(budget, steps, "replace_one", 1e-5) / 128
     factor = BUDGETS.noise(budget, 1e-5, **client).value / exact
     assert (1.6 if budget >= 0.3 else 1.4) < factor < 2.8
 
@@ -156,7 +146,7 @@ def test_003_amplifies_the_composition_where_only_steps_are_amplified():
     """PRIVACY.md sec. 5: r = 0.01, T = 100, z = 3, delta 0.0091 claims 0, truth 0.0107 (add or
     remove; replace-one 0.0148).
     """
-    composed = gaussian_delta(0.0, math.sqrt(100) / 3)
+    composed = privacy.gaussian_delta(0.0, math.sqrt(100) / 3)
     assert 0.01 * composed < 0.0091  # amplified as a whole: epsilon 0
     poisson = Mechanism(Sampling("poisson", 100, 1), (Query("gradient", 1.0, 3.0),), 100)
     # sensitivity 1, as 003 has it
@@ -191,7 +181,7 @@ def test_003_lemma_2_fails_above_169(budget, holds):
     noise = BUDGETS.noise(budget, 1e-5, batch=100, samples=100, steps=1, bound=1.0)
     assert (noise.conditions_failed == ()) == holds
     if math.isfinite(budget):  # one Gaussian of the sensitivity that the lemma is stated for
-        assert (gaussian_delta(budget, 1 / (100 * noise.value)) <= 1e-5) == holds
+        assert (privacy.gaussian_delta(budget, 1 / (100 * noise.value)) <= 1e-5) == holds
 
 
 @pytest.mark.parametrize("budget", [1e-3, 0.3, 20.0, 1e3])

@@ -8,20 +8,9 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
+from raydpfl import privacy
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import (
-    Mechanism,
-    Query,
-    Sampling,
-    delta,
-    epsilon,
-    epsilon_curve,
-    noise_for,
-    pld,
-    random_allocation,
-)
-from raydpfl.privacy.composition import RunRelease, together
-from raydpfl.privacy.mechanism import Survey
+from raydpfl.privacy import Mechanism, Query, Sampling, delta, epsilon, pld, random_allocation
 
 
 def allocated(epoch, per_epoch=1, rounds=None, z=1.0, population=1000):
@@ -98,7 +87,7 @@ def test_no_simulated_client_has_more_loss_than_is_claimed(mu, rounds, k):
 
 def test_a_run_that_stops_within_an_epoch_has_spent_at_most_that_epoch():
     run = allocated(100, rounds=250)
-    spent = epsilon_curve(run, "add_remove", 1e-6)
+    spent = privacy.epsilon_curve(run, "add_remove", 1e-6)
     assert (np.diff(spent) >= 0).all()
     assert spent[0] < spent[24] < spent[49] < spent[99] < spent[100] == spent[199] < spent[200]
     for t in (1, 30, 100, 101, 250):
@@ -107,7 +96,7 @@ def test_a_run_that_stops_within_an_epoch_has_spent_at_most_that_epoch():
     poisson = Mechanism(Sampling("poisson", 1000, 10), run.queries, 1)
     assert spent[0] > epsilon(poisson, "add_remove", 1e-6)
     # of several a client of which only whole epochs are counted
-    several = epsilon_curve(allocated(10, 2, 30), "add_remove", 1e-6)
+    several = privacy.epsilon_curve(allocated(10, 2, 30), "add_remove", 1e-6)
     assert [*np.flatnonzero(np.diff(several)) + 1] == [10, 20]
     assert delta(run, "add_remove", spent[-1], 250) == pytest.approx(1e-6, rel=1e-6)
 
@@ -136,25 +125,27 @@ def test_ratios_that_float64_does_not_hold_are_told_apart_without_a_warning():
 
 def test_calibrated_noise_spends_the_budget():
     run = allocated(20, 1, 60)
-    z = noise_for(2.0, run, "add_remove", 1e-5)
+    z = privacy.noise_for(2.0, run, "add_remove", 1e-5)
     spent = epsilon(run.with_noise(z), "add_remove", 1e-5)
     assert 2.0 * (1 - 2e-3) < spent <= 2.0
 
 
 def test_several_runs_count_epochs_and_those_of_one_seed_as_one_of_less_noise():
     run = allocated(10, rounds=20)
-    seen = [RunRelease(name, run, "add_remove", 20, 2, seed, "") for name, seed in ["a0", "b1"]]
-    apart = together(seen, 1e-5, ["pld"]).guarantees[0].epsilon
+    seen = [
+        privacy.RunRelease(name, run, "add_remove", 20, 2, seed, "") for name, seed in ["a0", "b1"]
+    ]
+    apart = privacy.together(seen, 1e-5, ["pld"]).guarantees[0].epsilon
     assert apart == pytest.approx(epsilon(run, "add_remove", 1e-5, 40), rel=1e-3)
     shorter = replace(seen[1], seed="0", rounds=13)
-    one = together([seen[0], shorter], 1e-5, ["pld"]).guarantees[0].epsilon
+    one = privacy.together([seen[0], shorter], 1e-5, ["pld"]).guarantees[0].epsilon
     louder = epsilon(allocated(10, rounds=20, z=math.sqrt(0.5)), "add_remove", 1e-5)
     assert one == pytest.approx(louder, rel=1e-3)
 
 
 def test_histograms_of_all_clients_are_spent_next_to_an_epoch():
     run = replace(
-        allocated(10, rounds=20), survey=Survey("accuracy", std=5.0, clients=300, times=2)
+        allocated(10, rounds=20), survey=privacy.Survey("accuracy", std=5.0, clients=300, times=2)
     )
     alone = epsilon(run.with_surveys(0), "add_remove", 1e-5)
     known = replace(run, sampling=Sampling("full", 1000, 1000), rounds=2)

@@ -22,6 +22,7 @@ SEARCHES = {
     "negative binomial": Repetition("negative_binomial", 6.5, 0.3),
     "negative binomial, peaked": Repetition("negative_binomial", 20, 5),
 }
+BY_SEARCH = pytest.mark.parametrize("search", SEARCHES.values(), ids=[*SEARCHES])
 
 
 def spent(search, accountant, delta=1e-5):
@@ -38,9 +39,8 @@ def test_published_numbers(name, epsilon):
     assert spent(SEARCHES[name], "pld") < epsilon - 0.9
 
 
-@pytest.mark.parametrize("name", SEARCHES)
-def test_divergences_are_those_of_dp_accounting(name):
-    search = SEARCHES[name]
+@BY_SEARCH
+def test_divergences_are_those_of_dp_accounting(search):
     accountant = RdpAccountant(rdp.ORDERS.tolist())
     one = dp_event.PoissonSampledDpEvent(0.1, dp_event.GaussianDpEvent(2.6))
     run = dp_event.SelfComposedDpEvent(one, 100)
@@ -60,13 +60,12 @@ def density(search, z):
     return mean * ((1 - (1 - gamma) * z) / gamma) ** (-eta - 1), mean
 
 
-@pytest.mark.parametrize("name", SEARCHES)
+@BY_SEARCH
 @pytest.mark.parametrize("mu", [0.1, 1.0, 3.0])
-def test_no_bound_is_below_what_the_best_of_gaussians_shows(name, mu):
+def test_no_bound_is_below_what_the_best_of_gaussians_shows(search, mu):
     """The largest of K draws of N(x, 1) has the density phi(y - x) f(Phi(y - x)), f the derivative
     of the generating function: what it shows of x = 0 or mu is one integral.
     """
-    search = SEARCHES[name]
     y = np.linspace(-12, mu + 12, 400_001)
     worlds = [norm.pdf(y - x) * density(search, norm.cdf(y - x))[0] for x in (0.0, mu)]
     for delta in (1e-3, 1e-6):
@@ -86,9 +85,8 @@ def test_no_bound_is_below_what_the_best_of_gaussians_shows(name, mu):
         assert min(by_rdp, by_pld) < 3 * composed + 1
 
 
-@pytest.mark.parametrize("name", SEARCHES)
-def test_numbers_of_runs_are_drawn_as_accounted_for(name):
-    search = SEARCHES[name]
+@BY_SEARCH
+def test_numbers_of_runs_are_drawn_as_accounted_for(search):
     f, mean = density(search, 0.0)  # f(0) is the probability of one run
     assert mean == pytest.approx(search.mean, rel=1e-8) and mean <= search.mean * (1 + 1e-12)
     generator = np.random.default_rng(0)

@@ -52,19 +52,11 @@ def test_what_nothing_amplifies_is_one_gaussian_and_known_cohorts_count_the_leas
     curve = epsilon_curve(of("full", 10, 10, 1.0, factors), "zero_out", DELTA)
     squares = np.cumsum(np.array(factors) ** -2.0)
     assert curve == pytest.approx(privacy.gaussian_epsilon(np.sqrt(squares), DELTA))
-    for kind in ("poisson", "public"):
-        (known,) = (
-            one
-            for one in privacy.guarantees(
-                of(kind, 10, 5, 1.0, factors),
-                "zero_out",
-                DELTA,
-                accountants=["pld"],
-                participations=2,
-                rounds=2 if kind == "public" else 4,
-            )
-            if one.sampling.participations
-        )
+    asked = {"accountants": ["pld"], "participations": 2}
+    for kind, rounds in (("poisson", 4), ("public", 2)):
+        mechanism = of(kind, 10, 5, 1.0, factors)
+        claims = privacy.guarantees(mechanism, "zero_out", DELTA, rounds, **asked)
+        (known,) = (one for one in claims if one.sampling.participations)
         assert known.epsilon == pytest.approx(float(privacy.gaussian_epsilon(math.sqrt(5), DELTA)))
 
 

@@ -213,9 +213,7 @@ def _rounds_of(event: Event, count: int) -> Rounds:
 def _losses(
     event: Event, gaussians: int, part: int, delta: float
 ) -> tuple[pld.LossDistribution, ...]:
-    """For every direction the loss of one of an event's Gaussians, and in addition that over
-    everyone, as suits this delta after so many.
-    """
+    """The loss of one Gaussian by direction, and that over everyone, as suits this delta."""
     times = gaussians if event.once else event.gaussians
     return _discretised_losses(event, times, part, pld.tail_for(delta, gaussians))
 
