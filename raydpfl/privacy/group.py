@@ -45,9 +45,6 @@ class GroupSampling(SamplingScheme):
     def check(self, sampling):
         """Nothing: that of the scheme has passed."""
 
-    def hidden(self, sampling):
-        return True
-
     def everyone(self, sampling):
         return False
 

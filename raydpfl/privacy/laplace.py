@@ -43,9 +43,6 @@ class LaplaceRounds(SamplingScheme):
     std is sqrt(2) times the scale.
     """
 
-    def hidden(self, sampling):
-        return True  # to accountants, that no Gaussian amounts to them
-
     def everyone(self, sampling):
         return False
 

@@ -28,13 +28,7 @@ from raydpfl.privacy import pld
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula, accountant_of
 from raydpfl.privacy.accounting import UNREACHED_DELTA, rigorous
 from raydpfl.privacy.calibration import cached_multipliers
-from raydpfl.privacy.local_steps import (
-    Calibration,
-    LocalSteps,
-    Method,
-    Participations,
-    client_list,
-)
+from raydpfl.privacy.local_steps import Calibration, LocalSteps, Method, Participations, client_list
 from raydpfl.privacy.mechanism import Event, Query
 from raydpfl.privacy.sampling import Sampling
 from raydpfl.privacy.search import bisect_brackets, near_guess

@@ -316,6 +316,16 @@ class SamplingScheme:
         return composed_rounds, self.q(sampling)
 
 
+class VaryingCohorts(SamplingScheme):
+    """Base of schemes whose cohorts vary in size, as those of the papers do not."""
+
+    def size(self, sampling):
+        return None
+
+    def as_in_the_papers(self, sampling):
+        return False
+
+
 SCHEMES: dict[str, SamplingScheme] = {}  # by name; the package's `__init__` puts them here
 
 

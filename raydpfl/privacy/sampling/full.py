@@ -18,8 +18,5 @@ class FullSampling(SamplingScheme):
     def default(self, population, epoch=None, per_epoch=None):
         return population
 
-    def hidden(self, sampling):
-        return False
-
     def words(self, sampling):
         return f"all {sampling.population}"

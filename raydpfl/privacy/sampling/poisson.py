@@ -6,22 +6,16 @@ import numpy as np
 
 from raydpfl.privacy import pld
 from raydpfl.privacy import rdp as renyi
-from raydpfl.privacy.sampling.base import SamplingScheme
+from raydpfl.privacy.sampling.base import VaryingCohorts
 
 
-class PoissonSampling(SamplingScheme):
+class PoissonSampling(VaryingCohorts):
     """`cohort` clients are expected."""
 
     kind = "poisson"
 
-    def size(self, sampling):
-        return None
-
     def coins(self, sampling):
         return sampling.q
-
-    def as_in_the_papers(self, sampling):
-        return False
 
     def any_subset(self, sampling):
         return True

@@ -2,21 +2,17 @@
 nothing is amplified.
 """
 
-from raydpfl.privacy.sampling.base import Participations, SamplingScheme
+from raydpfl.privacy.sampling.base import Participations, VaryingCohorts
 
 
-class PublicSampling(SamplingScheme):
-    """By turns, by speed or by any public rule; the mechanism's `rounds` is a client's own."""
+class PublicSampling(VaryingCohorts):
+    """By turns, by speed or by any public rule; groups that take turns may differ by one. The
+    mechanism's `rounds` is a client's own.
+    """
 
     kind = "public"
 
     def hidden(self, sampling):
-        return False
-
-    def size(self, sampling):
-        return None  # groups that take turns may differ by one
-
-    def as_in_the_papers(self, sampling):
         return False
 
     def q(self, sampling):

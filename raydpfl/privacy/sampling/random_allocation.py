@@ -8,13 +8,13 @@ import numpy as np
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import random_allocation
-from raydpfl.privacy.sampling.base import Participations, SamplingScheme
+from raydpfl.privacy.sampling.base import Participations, VaryingCohorts
 from raydpfl.privacy.types import is_count
 
 _EPOCH = "T, the rounds of an epoch: an integer, at least 1"
 
 
-class RandomAllocationSampling(SamplingScheme):
+class RandomAllocationSampling(VaryingCohorts):
     """`cohort` clients are expected, rounded; covered where a client may be absent."""
 
     kind = "random_allocation"
@@ -46,17 +46,11 @@ class RandomAllocationSampling(SamplingScheme):
     def everyone(self, sampling):
         return sampling.per_epoch == sampling.epoch
 
-    def size(self, sampling):
-        return None
-
     def coins(self, sampling):
         return self.q(sampling)
 
     def in_epochs(self):
         return True
-
-    def as_in_the_papers(self, sampling):
-        return False
 
     def words(self, sampling):
         rule = f"each in {sampling.per_epoch} of the {sampling.epoch} rounds or steps of an epoch"

@@ -9,11 +9,11 @@ from typing import Any
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import pld, rdp
-from raydpfl.privacy.sampling.base import Sampling, SamplingScheme
+from raydpfl.privacy.sampling.base import Sampling, VaryingCohorts
 from raydpfl.privacy.sampling.fixed import FixedSizeSampling
 
 
-class TruncatedPoissonSampling(SamplingScheme):
+class TruncatedPoissonSampling(VaryingCohorts):
     """`cohort` clients are expected before of more than `cap` a uniform subset of `cap` is kept."""
 
     kind = "truncated_poisson"
@@ -35,17 +35,11 @@ class TruncatedPoissonSampling(SamplingScheme):
         """Not where a client that is added may take the place of another."""
         return sampling.cohort == sampling.population < sampling.cap
 
-    def size(self, sampling):
-        return None
-
     def size_secret(self, sampling):
         return True
 
     def any_subset(self, sampling):
         return True
-
-    def as_in_the_papers(self, sampling):
-        return False
 
     def words(self, sampling):
         expected = f"{sampling.cohort} of {sampling.population} expected"
