@@ -77,3 +77,18 @@ def test_the_loop_trains_as_without_the_crop_and_does_without_where_weights_are_
     if not reads:  # of nine taps one has moved
         by_second = found[0].split([p.numel() for p in module.parameters()])[2].view(4, 4, 3, 3)
         assert by_second[:, :, 1, 1].all() and by_second.count_nonzero() == 16
+
+
+def test_clipped_samples_have_all_taps():
+    torch.manual_seed(0)
+    module = convolutions(False)
+    draw = torch.Generator().manual_seed(1)
+    x, y = torch.rand(1, 6, 2, 2, 2, generator=draw), torch.randint(4, (1, 6), generator=draw)
+
+    def update(backend: str) -> torch.Tensor:
+        trainer = Trainer(module, Sgd(steps=3, batch=3), backend=backend, seed=0, clip=0.5)
+        same = {"t": 0, "clients": [0], "draws": [0]}
+        (block,) = trainer.chunk(models.flatten(module), x, y, [6], **same)
+        return block.updates
+
+    assert torch.allclose(update("layerwise"), update("loop"), rtol=1e-4, atol=1e-6)

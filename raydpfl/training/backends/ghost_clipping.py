@@ -294,6 +294,7 @@ class Layerwise(Loop):
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
         self.samples: int | None = None  # of a pass
+        self.cropped_places = []  # a layer's own weight is what its inputs and gradients fit
         places = {id(parameter): place for place, parameter in enumerate(self.trainable)}
         layer_places = [(layer, _places(layer, places)) for layer in self.module.modules()]
         self.leaves = [_Leaf(layer, parameters) for layer, parameters in layer_places if parameters]
