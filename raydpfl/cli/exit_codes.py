@@ -13,15 +13,8 @@ from typing import NoReturn
 
 import typer
 
+from raydpfl import errors
 from raydpfl.core import signals
-from raydpfl.errors import (
-    ConfigError,
-    RunError,
-    brief_traceback,
-    exit_message,
-    frames_of_user,
-    traceback_text,
-)
 
 DEBUG = "RAYDPFL_DEBUG"  # in the environment: errors show all frames
 
@@ -65,7 +58,17 @@ def carry_out(command: Callable[[], object]) -> None:
     # Both signals ask to stop, also where SIGINT was ignored at the start, which Python alone would
     # leave ignored: a script's `raydpfl ... &`, CI, a batch system before its time limit.
     with signals.handle_signals():
-        message, code = _run_command(command)
+        message, code = "", 0
+        try:
+            if command() == 130:  # how typer passes Ctrl-C on
+                raise KeyboardInterrupt
+        except BaseException as error:
+            if os.environ.get(DEBUG) and not isinstance(error, SystemExit):
+                traceback.print_exception(error)
+            ending = _ending(error)
+            if ending is None:
+                raise
+            message, code = ending
         # what came of it may have been another error, or none
         if signals.is_stop_requested() and code != 130:
             message, code = interrupt_message(message), 130
@@ -73,25 +76,10 @@ def carry_out(command: Callable[[], object]) -> None:
         fail(message, code)
 
 
-def _run_command(command: Callable[[], object]) -> tuple[str, int]:
-    """What to say of the failure of a command, and its exit code."""
-    try:
-        if command() == 130:  # how typer passes Ctrl-C on
-            raise KeyboardInterrupt
-    except BaseException as error:
-        if os.environ.get(DEBUG) and not isinstance(error, SystemExit):
-            traceback.print_exception(error)
-        ending = _ending(error)
-        if ending is None:
-            raise
-        return ending
-    return "", 0
-
-
 # What ends a command, the exit code, and what is said of it; the first that fits.
 ENDINGS: tuple[tuple[type[BaseException], int, Callable[[BaseException], str]], ...] = (
-    (ConfigError, 2, str),
-    (RunError, 1, str),
+    (errors.ConfigError, 2, str),
+    (errors.RunError, 1, str),
     (MemoryError, 1, lambda error: f"not enough memory: {error}"),  # numpy says how much
     (RecursionError, 1, lambda error: "values within values, deeper than Python goes"),
     # of files that no run is to blame for: no room, no right, no disk
@@ -113,9 +101,9 @@ def _ending(error: BaseException) -> tuple[str, int] | None:
         if not error.code and Path(place).is_relative_to(Path(typer.__file__).parent):
             return "", 0  # typer has completed a command for a shell
         silent = isinstance(error, Failed) or isinstance(error.__context__, BrokenPipeError)
-        return None if silent else (f"code that the config names {exit_message(error)}", 1)
-    if isinstance(error, Exception) and frames_of_user(error):
-        return traceback_text(error), 1
+        return None if silent else (f"code that the config names {errors.exit_message(error)}", 1)
+    if isinstance(error, Exception) and errors.frames_of_user(error):
+        return errors.traceback_text(error), 1
     if not isinstance(error, Exception):  # of a kind that nothing but a user's own module has
         error_text = " ".join(f"{type(error).__name__}: {error}".split())
         return f"code that the config names raised {error_text}", 1
@@ -132,6 +120,6 @@ class Failed(SystemExit):
 
 def fail(message: str, code: int) -> NoReturn:
     """Prints why a command failed, and exits."""
-    text = message if os.environ.get(DEBUG) else brief_traceback(message)
+    text = message if os.environ.get(DEBUG) else errors.brief_traceback(message)
     print(f"raydpfl: {text}", file=sys.stderr)
     raise Failed(code)

@@ -1,15 +1,24 @@
-"""The experiment that a command line names: a config or the directory of a run, with overrides."""
+"""What a command line names: a config or the directory of a run, with overrides; and for those who
+gave it to another command, which one takes it.
+
+>>> import tempfile
+>>> with tempfile.TemporaryDirectory() as folder, redirect_errors("run", f"{folder}/s.yaml"):
+...     _ = Path(f"{folder}/s.yaml").write_text("sweep: {repeats: 2}")
+...     raise ConfigError("sweep", {"repeats": 2}, "...")  # doctest: +ELLIPSIS
+Traceback (most recent call last):
+raydpfl.errors.ConfigError: config = '...': ... this is a sweep: raydpfl sweep ...s.yaml
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from raydpfl import storage
-from raydpfl.cli.wrong_command import redirect_errors
+from raydpfl.config.yaml import read as read_yaml
 from raydpfl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,6 +26,44 @@ if TYPE_CHECKING:
     from raydpfl.sweep import Sweep
 
 CONFIGS = ("config.yaml", "sweep.yaml", "study.yaml")
+EXPERIMENT = "the YAML file of an experiment, or the directory of a run"
+RUN = ("an experiment", "a run's directory")
+SWEEP = ("a sweep", "a private search")
+FILES = {  # by which a directory is known, the first that is there
+    "audit.json": "an audit's directory",
+    "study.yaml": "a study's directory",
+    "sweep.yaml": "a sweep's directory",
+    "config.yaml": "a run's directory",
+}
+# what each command takes: in words, and as `path_kind` names it
+ACCEPTED_PATHS = {
+    **dict.fromkeys(("run", "audit", "data describe"), (EXPERIMENT, RUN)),
+    "budget": (f"{EXPERIMENT}; or, alone, the YAML file of a sweep with sweep.private", RUN),
+    "sweep": ("the YAML file, or the directory, of a sweep", (*SWEEP, "a sweep's directory")),
+    "submit": (
+        "the YAML file of an experiment or a sweep, or the directory of a run",
+        (*RUN, *SWEEP),
+    ),
+    "reproduce": (
+        "a study: its name, its YAML file or its directory",
+        ("a study", "a study's directory"),
+    ),
+    "export": ("the directory of a run", ("a run's directory",)),
+    "report": ("the directory of a run, a sweep, an audit or a study", tuple(FILES.values())),
+}
+ACCEPTED_PATHS["compare"] = ACCEPTED_PATHS["report"]
+# what to do with it
+ADVICE = {
+    "an experiment": "raydpfl run {}",
+    "a sweep": "raydpfl sweep {}",
+    "a private search": "raydpfl sweep {}",
+    "a study": "raydpfl reproduce {}",
+    "a run's directory": "raydpfl report {}, or raydpfl run {} --resume",
+    "a sweep's directory": "raydpfl report {}, or raydpfl sweep {} --resume",
+    "a study's directory": "raydpfl report {}, or raydpfl reproduce {} --resume",
+    "an audit's directory": "raydpfl report {}",
+}
+CLUSTER_NOTE = " (--address auto, on a node of a cluster, runs it there)"
 
 
 def read_config(config: str) -> AbstractContextManager[Path]:
@@ -74,3 +121,68 @@ def refuse_resume(config: str, kind: str, command: str = "") -> NoReturn:
     """Raises `ConfigError` for --resume of what is no directory."""
     expected = f"a {kind} directory: raydpfl {command or kind} DIR --resume, or --out DIR"
     raise ConfigError("--resume", config, expected)
+
+
+def private_search(config: str, overrides: Sequence[str]) -> bool:
+    """Whether a file has `sweep.private`; nothing of sweeps is imported (1.5 s) to see it."""
+    from raydpfl.experiment import overridden
+
+    try:
+        return os.path.isfile(config) and _searches(overridden(read_yaml(config), overrides))
+    except ConfigError:
+        return False
+
+
+def _searches(tree: Mapping) -> bool:
+    sweep = tree.get("sweep")
+    return isinstance(sweep, Mapping) and bool(sweep.get("private"))
+
+
+def path_kind(target: str, overrides: Sequence[str] = ()) -> str | None:
+    """What a path with these overrides, or the name of a study, stands for; None where nothing can
+    be said.
+    """
+    from raydpfl.experiment import overridden
+    from raydpfl.sweep.spaces import find
+    from raydpfl.sweep.study import builtin
+
+    path = Path(target)
+    if os.path.isdir(path):
+        return next((kind for name, kind in FILES.items() if (path / name).exists()), None)
+    if not os.path.isfile(path):
+        is_study = builtin.several(target) != [target] or builtin.is_builtin(target)
+        return "a study" if is_study else None
+    try:
+        tree = read_yaml(path)
+    except ConfigError:
+        return None
+    if not isinstance(tree, Mapping) or path.suffix not in (".yaml", ".yml"):
+        return None
+    if "study" in tree:
+        return "a study"
+    try:
+        tree = overridden(tree, overrides)
+        if _searches(tree):
+            return "a private search"
+        return "a sweep" if "sweep" in tree or find(tree) else "an experiment"
+    except ConfigError:
+        return "a sweep"
+
+
+@contextmanager
+def redirect_errors(command: str, *targets: str, overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Where something within is refused, and one of `targets` is no such thing as `command` takes,
+    the `ConfigError` says what it is and which command takes it.
+    """
+    try:
+        yield
+    except ConfigError:
+        expected, kinds = ACCEPTED_PATHS[command]
+        cluster_note = CLUSTER_NOTE if command == "submit" else ""
+        for path in targets:
+            kind = path_kind(path, overrides) if "://" not in path else None
+            if kind and kind not in kinds:
+                advice = ADVICE[kind].replace("{}", path)
+                message = f"{expected}; this is {kind}: {advice}{cluster_note}"
+                raise ConfigError("config", os.fspath(path), message) from None
+        raise

@@ -1,6 +1,5 @@
-"""Every choice that a config has, read from the classes themselves (`raydpfl kinds`).
-
-They are those of its JSON Schema (`raydpfl.cli.config_schema`), in words.
+"""Every choice that a config has, read from the classes themselves (`raydpfl kinds`): in words, and
+as a JSON Schema (draft 2020-12), by which editors complete and check a config (`--schema`).
 
 >>> print(list_references("bounding.clip")[0].render())
 bounding.clip
@@ -11,9 +10,14 @@ bounding.clip
     Das 2021 writes it.
   bound: number, >= 1e-12, <= 1e+15; required
     c: the largest L2 norm of what one client sends.
+>>> config_schema()["$defs"]["bounding.clip"]["properties"]["bound"]["maximum"]
+1000000000000000.0
+>>> config_schema()["$defs"]["bounding.clip"]["required"]
+['kind', 'bound']
 """
 
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,10 +25,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from raydpfl import experiment
-from raydpfl.cli import config_schema
+from pydantic import BaseModel
+
 from raydpfl.config.hints import suggestion
+from raydpfl.config.yaml import dump
 from raydpfl.errors import ConfigError
+from raydpfl.experiment import SECTIONS, Experiment
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.privacy.papers import cite_papers
 from raydpfl.privacy.sampling import SCHEMES
@@ -48,7 +54,10 @@ PLAIN = {
     "array": "list",
     None: "any value",
 }
-BASES = {spec.base.__name__ for spec in experiment.SECTIONS.values() if spec.family is not None}
+BASES = {spec.base.__name__ for spec in SECTIONS.values() if spec.family is not None}
+# Sections in which a kind may stand for the member.
+BY_NAME = ("data.task", "evaluate.metrics", "measure", "track")
+USER_DEFINED = {"type": "string", "pattern": "[.:]"}
 
 
 @dataclass(frozen=True)
@@ -121,12 +130,12 @@ def render(kinds: Iterable[KindReference]) -> str:
 
 @cache
 def _all_references() -> list[KindReference]:
-    top = config_schema.section(experiment.Experiment)
+    top = _section_schema(Experiment)
     top["description"] = "What stands outside of all sections."
     keys = ("seed", "rounds", "personal")
     top["properties"] = {key: top["properties"][key] for key in keys}
-    kinds = [_kind("config", "", experiment.Experiment, top)]
-    sections = experiment.SECTIONS.items()
+    kinds = [_kind("config", "", Experiment, top)]
+    sections = SECTIONS.items()
     for name, spec in sections:
         if spec.family and not spec.default_kind:  # a rule of local, wherever else it may stand
             kinds += [_kind(name, kind, cls) for kind, cls in spec.family.items()]
@@ -145,7 +154,7 @@ def _all_references() -> list[KindReference]:
 def _kind(
     family: str, kind: str, cls: type, schema: Mapping[str, Any] | None = None
 ) -> KindReference:
-    schema = config_schema.section(cls) if schema is None else schema
+    schema = _section_schema(cls) if schema is None else schema
     keys = tuple(
         KeyReference(
             name,
@@ -167,7 +176,7 @@ def _yaml(value: Any) -> str:
         return str(value["kind"])
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         value = [_yaml(item) for item in value]
-    text = experiment.dump([value]).strip() if value != "" else "- ''"
+    text = dump([value]).strip() if value != "" else "- ''"
     return " ".join(text.removeprefix("- ").split()) if "\n" not in text else str(value)
 
 
@@ -215,3 +224,49 @@ def _paragraphs(text: str) -> Iterator[str]:
                 yield from _wrap(" ".join(item.split()), "  ", "    ")
         else:
             yield from _wrap(paragraph, "  ")
+
+
+@cache
+def config_schema() -> dict[str, Any]:
+    """The JSON Schema of a run's config, in JSON types."""
+    config = _section_schema(Experiment)
+    del config["required"]  # what a config lacks is at its default
+    definitions = config["$defs"]
+    for name, spec in SECTIONS.items():
+        if spec.family is None or name == "evaluate.fine_tune":  # which is as `personal`
+            continue
+        for kind, cls in spec.family.items():
+            member = _section_schema(cls)
+            definitions |= member.pop("$defs", {})
+            member["properties"]["kind"] = {"const": kind}
+            if kind != spec.default_kind:
+                member["required"] = ["kind", *member.get("required", ())]
+            definitions[f"{name}.{kind}"] = member
+        # one of the kinds, or a user-defined class by its import path, with any fields
+        user_member = {"type": "object", "properties": {"kind": USER_DEFINED}, "required": ["kind"]}
+        choices = [*({"$ref": f"#/$defs/{name}.{kind}"} for kind in spec.family), user_member]
+        name_schemas = [{"enum": [*spec.family]}, USER_DEFINED] if name in BY_NAME else []
+        definitions[name] = {"anyOf": [*choices, *name_schemas]}
+    for name, spec in SECTIONS.items():
+        if spec.family is not None and name not in ("personal", "evaluate.fine_tune"):
+            definitions[spec.base.__name__] = {"$ref": f"#/$defs/{name}"}
+    accountants = definitions["Privacy"]["properties"]["accountants"]
+    accountants["type"] = ["array", "string"]  # one of them without a list
+    rule = {"anyOf": [{"$ref": "#/$defs/personal"}, {"type": "null"}]}  # its kind has a default
+    config["properties"]["personal"] |= rule
+    definitions["Evaluate"]["properties"]["fine_tune"] |= rule
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **config}
+
+
+def _section_schema(cls: type[BaseModel]) -> dict[str, Any]:
+    """A mapping with the fields of a section or member, as pydantic describes it."""
+    return json.loads(json.dumps(cls.model_json_schema()), object_hook=_clean_node)
+
+
+def _clean_node(node: dict[str, Any]) -> dict[str, Any]:
+    """A part of a schema without its title, and with papers by author and year."""
+    if isinstance(node.get("title"), str):
+        del node["title"]
+    if isinstance(node.get("description"), str):
+        node["description"] = cite_papers(node["description"])
+    return node

@@ -4,20 +4,27 @@ long that would take here. And the list of studies (`raydpfl reproduce --list`).
 
 The text is YAML with remarks, and marks of keys that are at their defaults, in comments: it is a
 config again.
+
+>>> text = "local:\\n  lr: 0.5\\n  momentum: 0.0\\n"
+>>> print(annotate_defaults(text, {("local", "momentum")}), end="")
+local:
+  lr: 0.5
+  momentum: 0.0  # default
 """
 
 import copy
 import os
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+from pydantic import BaseModel
 from rich.console import Console
 
 from raydpfl.cli.experiment_reader import CONFIGS
-from raydpfl.config import defaults
 from raydpfl.config.overrides import value_at
 from raydpfl.config.yaml import dump, read
 from raydpfl.errors import ConfigError
@@ -35,6 +42,9 @@ from raydpfl.sweep.trials import override_text
 
 LINES = 50  # settings that are listed
 WIDTH = 78
+MARK = "# default"
+MAX_MARK_COLUMN = 60  # columns; a longer line does not move the marks of all others
+Key = tuple[str, ...]  # the names from the outermost section to the key
 
 
 @dataclass(frozen=True)
@@ -75,8 +85,8 @@ def preview(
     remarks = _unread([experiment])
     if timing:
         remarks.append(f"That takes {measure([(experiment, 1)], root).words()}.")
-    marks = set(defaults.keys(experiment, tree, DEFAULTS))
-    return Preview(defaults.annotate_defaults(experiment.to_yaml(), marks) + _comments(remarks))
+    marks = set(default_keys(experiment, tree, DEFAULTS))
+    return Preview(annotate_defaults(experiment.to_yaml(), marks) + _comments(remarks))
 
 
 def _path(target: str) -> Path | None:
@@ -143,8 +153,8 @@ def _sweep(
         runs = _runs(sweep, [*experiments.values()])
         lines += _duration(sweep, measure(runs, root) if timing else estimate(runs))
     first_experiment = next(iter(experiments.values()), None)
-    marks = {key for key in _defaults(sweep, first_experiment) if not _is_searched(sweep, key)}
-    text = defaults.annotate_defaults(dump(_complete(sweep, first_experiment)), marks)
+    marks = _unsearched_defaults(sweep, first_experiment)
+    text = annotate_defaults(dump(_complete(sweep, first_experiment)), marks)
     first_refusal = next(iter(refusals.values()), None)
     return Preview(text + _comments([*unread, *_counts(sweep, experiments), *lines]), first_refusal)
 
@@ -173,16 +183,14 @@ def _complete(sweep: Sweep, experiment: Experiment | None) -> dict[str, Any]:
     return {**tree, **search}
 
 
-def _defaults(sweep: Sweep, experiment: Experiment | None) -> set[defaults.Key]:
-    """The keys of `_complete` that are at their defaults."""
+def _unsearched_defaults(sweep: Sweep, experiment: Experiment | None) -> set[Key]:
+    """The keys of `_complete` that are at their defaults, but for those in search spaces."""
     fields = dict.fromkeys(sweep.search.model_fields_set)
-    keys = set(defaults.keys(sweep.search, fields, place=("sweep",)))
-    return keys | (set(defaults.keys(experiment, sweep.tree, DEFAULTS)) if experiment else set())
-
-
-def _is_searched(sweep: Sweep, key: defaults.Key) -> bool:
+    keys = [*default_keys(sweep.search, fields, place=("sweep",))]
+    if experiment:
+        keys += default_keys(experiment, sweep.tree, DEFAULTS)
     spaces = [tuple(name.removesuffix(".kind").split(".")) for name in sweep.spaces]
-    return any(key[: len(space)] == space for space in spaces)
+    return {key for key in keys if not any(key[: len(space)] == space for space in spaces)}
 
 
 def _counts(sweep: Sweep, experiments: Mapping[str, Experiment]) -> Iterator[str]:
@@ -306,3 +314,58 @@ def _about(study: Study) -> str:
             paragraph = textwrap.fill(" ".join(f"{name}: {text}".split()), WIDTH)
             lines.append(textwrap.indent(paragraph, "  "))
     return "\n".join(lines)
+
+
+def default_keys(
+    section: BaseModel,
+    values: Any,
+    kinds: Mapping[str, Mapping[str, Any]] | None = None,
+    kind: Any = None,
+    place: Key = (),
+) -> Iterator[Key]:
+    """The keys that a config leaves, or puts, at their defaults.
+
+    Args:
+        section: an experiment, or one of its sections.
+        values: its tree, in which keys may be missing; a kind alone; or None.
+        kinds: the fields of default sections, as `raydpfl.experiment.DEFAULTS`.
+        kind: the default kind of the section.
+        place: the names that lead to it.
+    """
+    if not isinstance(values, Mapping):
+        values = {} if values is None else {"kind": values}
+    for name, field in type(section).model_fields.items():
+        key = (*place, name)
+        value = getattr(section, name)
+        default = field.get_default(call_default_factory=True)
+        if isinstance(value, BaseModel):
+            default_kind = (kinds or {}).get(name, {}).get("kind", getattr(default, "kind", None))
+            yield from default_keys(value, values.get(name), kind=default_kind, place=key)
+        elif name not in values or (values[name] == kind if name == "kind" else value == default):
+            yield key
+
+
+def annotate_defaults(text: str, marked_keys: Collection[Key]) -> str:
+    """A config in YAML, as `dump` writes it, with a comment at each of the keys that have their
+    defaults; its meaning is the same.
+    """
+    lines = text.splitlines()
+    places = {place for key, place in _places(yaml.compose(text), ()) if key in marked_keys}
+    lengths = [len(lines[place]) for place in places]
+    column = max((length for length in lengths if length < MAX_MARK_COLUMN), default=0)
+    for place in places:
+        lines[place] = f"{lines[place]:<{column}}  {MARK}"
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _places(node: yaml.Node | None, place: Key) -> Iterator[tuple[Key, int]]:
+    """Every key with a value in its line, which a comment may end, and that line."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for name, value in node.value:
+        key = (*place, name.value)
+        line = name.start_mark.line
+        if isinstance(value, yaml.MappingNode) and value.value:
+            yield from _places(value, key)
+        elif isinstance(value, yaml.SequenceNode) or value.end_mark.line == line:
+            yield key, line

@@ -20,13 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import ray
-from ray.exceptions import (
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-)
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from raydpfl.core.hardware import cores
 from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Work

@@ -23,18 +23,7 @@ import numpy as np
 from raydpfl.data import Data, prepare
 from raydpfl.errors import ConfigError, FileError, RunError
 from raydpfl.runtime.session import pin_to_node
-from raydpfl.storage.files import (
-    SEAL,
-    cache_root,
-    check,
-    digest,
-    fill_folder,
-    folder_lock,
-    foreign,
-    is_intact,
-    make,
-    read_json,
-)
+from raydpfl.storage import files
 
 PIECE = 16 << 20  # bytes
 AHEAD = 4  # pieces in transfer while one is written
@@ -47,9 +36,9 @@ def fetch_folder(folder: str, node: str) -> Path:
     `ConfigError` where the cache has no room, `FileError` where it did not arrive as it is there.
     """
     source = Path(folder)
-    if (source / SEAL).exists() and not foreign(source):
+    if (source / files.SEAL).exists() and not files.foreign(source):
         return source
-    target = cache_root() / "data" / source.name
+    target = files.cache_root() / "data" / source.name
     return _copy(source, target, node, lambda: _call(node, _sealed_files, folder))
 
 
@@ -59,7 +48,7 @@ def fetch_file(path: str, node: str) -> Path:
     if source.is_file():
         return source
     size, sha256 = _call(node, _file_facts, path)
-    target = cache_root() / "sent" / check(source.name, sha256)[:32]
+    target = files.cache_root() / "sent" / files.check(source.name, sha256)[:32]
     return _copy(source.parent, target, node, lambda: {source.name: (size, sha256)}) / source.name
 
 
@@ -81,23 +70,23 @@ class RemotePreparation:
 Files = dict[str, tuple[int, str]]  # by name: bytes, and the digest
 
 
-def _copy(source: Path, target: Path, node: str, files: Callable[[], Files]) -> Path:
+def _copy(source: Path, target: Path, node: str, list_files: Callable[[], Files]) -> Path:
     """Copies files of a folder of another node to one of the cache, unless it is there."""
-    lock = cache_root() / "arriving" / target.name
-    make(lock)
-    with folder_lock(lock):
-        if not is_intact(target):
-            fill_folder(target, lambda scratch: _fetch(files(), node, source, scratch))
+    lock = files.cache_root() / "arriving" / target.name
+    files.make(lock)
+    with files.folder_lock(lock):
+        if not files.is_intact(target):
+            files.fill_folder(target, lambda scratch: _fetch(list_files(), node, source, scratch))
     return target
 
 
-def _fetch(files: Files, node: str, source: Path, scratch: Path) -> None:
-    need = sum(size for size, _ in files.values())
+def _fetch(listed_files: Files, node: str, source: Path, scratch: Path) -> None:
+    need = sum(size for size, _ in listed_files.values())
     room = shutil.disk_usage(scratch).free
     if need > room:
         expected = f"a folder with {need / 1e6:,.1f} MB free; this one has {room / 1e6:,.1f}"
-        raise ConfigError("RAYDPFL_CACHE", str(cache_root()), expected)
-    for name, (size, sha256) in files.items():
+        raise ConfigError("RAYDPFL_CACHE", str(files.cache_root()), expected)
+    for name, (size, sha256) in listed_files.items():
         hasher = hashlib.sha256()
         with open(scratch / name, "wb") as target_file:
             for piece in _pieces(str(source / name), size, node):
@@ -147,11 +136,12 @@ def _prepare(pickled_arguments: bytes, remote: RemotePreparation) -> str:
 
 
 def _sealed_files(folder: str) -> Files:
-    return {name: tuple(facts) for name, facts in read_json(Path(folder) / SEAL)["files"].items()}
+    seal = files.read_json(Path(folder) / files.SEAL)
+    return {name: tuple(facts) for name, facts in seal["files"].items()}
 
 
 def _file_facts(path: str) -> tuple[int, str]:
-    return Path(path).stat().st_size, digest(Path(path))
+    return Path(path).stat().st_size, files.digest(Path(path))
 
 
 def _piece(path: str, start: int, size: int) -> np.ndarray:

@@ -14,7 +14,6 @@ have other nodes when a run is resumed, so there `auto` stays.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 import os
@@ -44,7 +43,6 @@ from raydpfl.runtime.session import (
 from raydpfl.sections import Client
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.pool import Pool
 from raydpfl.simulation.user_code import search
 from raydpfl.training.backends import BACKENDS
 from raydpfl.training.process_settings import tune_allocator
@@ -54,14 +52,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("raydpfl")
 Call = Callable[..., Any]  # calls a method of the coordinator, wherever it is
+Stage = Callable[[str], object]
 GPU_WAIT = 120.0  # seconds to wait for a free GPU of the cluster
 TICK = 0.05  # seconds between two looks at what is waited for
 START = 8.0  # seconds that Ray and its actors, which import torch, take to start on two cores
 ACTORS_START = 3.0  # seconds that the actors take where Ray runs
-# what is done before the first round, in words
+# what is done before the first round, and once it is interrupted, in words
 STARTING = "starting Ray"
+STOPPING = "stopping"
 # why `auto` runs in this process
-NO_RAY = "Ray is not installed"
 NO_GAIN = "client actors would be no faster than the threads of this process"
 
 
@@ -71,13 +70,17 @@ class Launcher:
     Ray is started here, joined by `address`, or found running in this process. A run inside a
     placement group (the trial of a sweep) keeps to the group: its coordinator is this process, and
     its clients take the group's bundles.
+
+    `on_stage` is given what is done meanwhile, in words, and that the run stops by an interrupt:
+    a Ray that comes up is then waited for.
     """
 
-    def __init__(self, client: Client, address: str | None):
+    def __init__(self, client: Client, address: str | None, on_stage: Stage = lambda text: None):
         if address and client.actors == 0:
             expected = "client.actors auto or above 0; 0 runs in this process, without Ray"
             raise ConfigError("--address", address, expected)
         self._address = address
+        self._on_stage = on_stage
         self._session: Session | None = None
         self._group: Any = None
         self._elastic = False  # whether Ray is to be started here
@@ -98,7 +101,9 @@ class Launcher:
     def __enter__(self) -> Launcher:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self._on_stage(STOPPING)
         if self._session:
             self._session.close()
         elif self._pool or self._host is not None:  # in a Ray that is left running
@@ -156,8 +161,6 @@ class Launcher:
         speed = threads() if BACKENDS[plan.experiment.client.backend].threads else 1
         if self._count <= speed:
             return NO_GAIN
-        if importlib.util.find_spec("ray") is None:
-            return NO_RAY
         start = START if self._elastic else ACTORS_START
         seconds = plan.train_seconds
         if seconds * (1 - speed / self._count) < start:
@@ -190,19 +193,12 @@ class Launcher:
                 raise RunError(f"for {GPU_WAIT:.0f} s no node has had {gpus:g} of a GPU free")
         return ray.get(call)
 
-    def coordinator(
-        self,
-        plan: Plan,
-        out: str,
-        resume: bool,
-        fresh_noise: bool,
-        on_stage: Callable[[str], object] = lambda text: None,
-    ) -> Call:
+    def coordinator(self, plan: Plan, out: str, resume: bool, fresh_noise: bool) -> Call:
         """`call(method, *arguments)` on the coordinator, which is started: an actor on this node,
-        or a plain object in this process. `on_stage` is given what is done meanwhile, in words.
+        or a plain object in this process.
         """
         with wrap_user_errors():
-            pool = self._start_pool(plan, on_stage) if self._count else None
+            pool = self._start_pool(plan) if self._count else None
             if pool is None or self._group:
                 coordinator = Coordinator(plan, out, pool, resume, fresh_noise)
                 call = partial(_inline, coordinator)
@@ -218,11 +214,11 @@ class Launcher:
                 log.warning(warning)
             return self._remote
 
-    def _start_pool(self, plan: Plan, on_stage: Callable[[str], object]) -> ActorPool:
+    def _start_pool(self, plan: Plan) -> ActorPool:
         """The client actors, once all of them can work."""
         count = self._count
         if self._elastic:
-            on_stage(STARTING)
+            self._on_stage(STARTING)
             # one more than the clients take: Ray starts as many processes at once as it has CPUs,
             # and the coordinator's is among them
             logical_cpus = max(cores(), math.ceil(count * plan.experiment.client.num_cpus)) + 1
@@ -243,7 +239,7 @@ class Launcher:
             self.check()
             if pool.healthy != healthy_actors:
                 healthy_actors = pool.healthy
-                on_stage(f"{healthy_actors} of {count} client actors started")
+                self._on_stage(f"{healthy_actors} of {count} client actors started")
 
         pool.wait_until_up(check)
         return pool
@@ -285,19 +281,13 @@ class CoordinatorActor(Coordinator):
     def __init__(self) -> None:
         pass
 
-    def begin(
-        self,
-        plan: bytes,
-        path: tuple[str, ...],
-        out: str,
-        pool: Pool,
-        resume: bool,
-        fresh_noise: bool,
-    ) -> tuple[int, list[str]]:
-        """As `start`, of a pickled plan. `path`: where the user's modules are found."""
+    def begin(self, plan: bytes, path: tuple[str, ...], *arguments: Any) -> tuple[int, list[str]]:
+        """As `start`, of a pickled plan and what else a coordinator is made of. `path`: where the
+        user's modules are found.
+        """
         search(path)
         tune_allocator()
-        super().__init__(pickle.loads(plan), out, pool, resume, fresh_noise)
+        super().__init__(pickle.loads(plan), *arguments)
         with wrap_user_errors():
             return self.start()
 

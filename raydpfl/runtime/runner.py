@@ -42,10 +42,9 @@ from raydpfl.tracking import Tracked
 from raydpfl.tracking.sender import FILE, PATIENCE, Book, Sender, senders
 
 log = logging.getLogger("raydpfl")
-# what is done before there are rows, and once it is interrupted, in words
+# what is done before there are rows, in words
 PREPARING = "preparing data and noise"
 FIRST = "first round"
-STOPPING = "stopping"
 RUSHED = 5.0  # seconds that a tracker may take to end once the run is to stop
 # files that a run has before it has recorded anything
 WRITTEN = ("config.yaml", "trajectory.bin", "optimum.bin", "rounds.parquet", "clients.parquet")
@@ -103,11 +102,7 @@ def run(
     root = Path(data_root) if data_root else None
     with signals.handle_signals(), storage.open_folder(place) as folder:
         _check_folder(folder, resume, fresh_noise)
-        with (
-            single_blas(),
-            Launcher(experiment.client, address) as launcher,
-            _report_interrupt(on_stage),
-        ):
+        with single_blas(), Launcher(experiment.client, address, on_stage) as launcher:
             on_stage(PREPARING)
             with wrap_user_errors():
                 plan = resolve(experiment, root, prepare)
@@ -124,23 +119,13 @@ def run(
                 store_code([plan.experiment], folder, fresh_noise)
                 on_start(plan)
                 start_time = time.monotonic()
-                call = launcher.coordinator(plan, str(folder), resume, fresh_noise, on_stage)
+                call = launcher.coordinator(plan, str(folder), resume, fresh_noise)
                 on_stage(FIRST)
                 drive = _Drive(call, plan, folder, start_time, launcher.summary())
                 drive.carry_out(fresh_noise, on_rows)
                 drive.measure_after(on_measure)
             signals.check()
         return drive.result(storage.location(place))
-
-
-@contextmanager
-def _report_interrupt(on_stage: Callable[[str], object]) -> Iterator[None]:
-    """Reports an interrupt, after which a Ray that comes up is waited for."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        on_stage(STOPPING)
-        raise
 
 
 def _check_folder(folder: Path, resume: bool, fresh_noise: bool) -> None:

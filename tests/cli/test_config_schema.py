@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 import raydpfl
 from raydpfl import Experiment
 from raydpfl.cli.app import app
-from raydpfl.cli.config_schema import schema
+from raydpfl.cli.kinds import config_schema
 from raydpfl.config.yaml import read
 from raydpfl.experiment import SECTIONS
 
 ROOT = Path(raydpfl.__file__).parent.parent
 CONFIGS = sorted((ROOT / "experiments").glob("*.yaml"))
-VALIDATOR = Draft202012Validator(schema())
+VALIDATOR = Draft202012Validator(config_schema())
 
 
 @pytest.mark.slow

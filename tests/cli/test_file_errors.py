@@ -1,5 +1,6 @@
 """What goes wrong with files and with a user's own code ends in one line, never in a traceback."""
 
+import contextlib
 import json
 import os
 import resource
@@ -160,27 +161,28 @@ def test_a_module_that_quits_while_it_is_imported(small, own_module, tmp_path, c
     )
 
 
-@pytest.fixture
-def full(monkeypatch):
-    """A disk on which the files of a name have no room, after so many that had."""
+@contextlib.contextmanager
+def full_disk(name: str, room: int = 0):
+    """Within, the files of a name have no room on the disk, after so many that had."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     sync = os.fsync
     had = []
 
-    def limit(name: str, room: int) -> None:
-        def synced(descriptor):
-            path = os.readlink(f"/proc/self/fd/{descriptor}")
-            had.append(name in path)
-            if name in path and sum(had) > room:
-                raise OSError(28, "No space left on device")
-            sync(descriptor)
+    def synced(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        had.append(name in path)
+        if name in path and sum(had) > room:
+            raise OSError(28, "No space left on device")
+        sync(descriptor)
 
-        monkeypatch.setattr(os, "fsync", synced)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", synced)
         if name == "trajectory.bin":  # which is not synced; Python turns the signal into an error
             resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 FILES = [
@@ -199,17 +201,13 @@ FILES = [
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
 @pytest.mark.parametrize("name,room", FILES)
 def test_a_disk_that_is_full_ends_the_run_in_one_line_and_it_goes_on(
-    name, room, small, tmp_path, monkeypatch, full, complain, typed
+    name, room, small, tmp_path, monkeypatch, complain, typed
 ):
     monkeypatch.setattr("raydpfl.storage.run_files.SHARE", 1e9)  # a checkpoint after every round
     overrides = ["rounds=8", f"measure=[{'trajectory' if 'trajectory' in name else ''}]"]
     whole = run(experiment(rounds=8), tmp_path / "whole")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    sync = os.fsync
-    full(name, room)
-    said = complain(["run", small, *overrides, "--out", tmp_path / "out"], 1)
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    monkeypatch.setattr(os, "fsync", sync)
+    with full_disk(name, room):
+        said = complain(["run", small, *overrides, "--out", tmp_path / "out"], 1)
     assert said.startswith(f"{tmp_path}/out/{name}")
     assert (tmp_path / "out").exists() == said.endswith("go on with --resume")
     assert not list((tmp_path / "out").glob("**/.*"))  # nothing half written takes up the room
@@ -314,9 +312,9 @@ def test_a_member_that_quits_where_nothing_is_run(small, own_module, complain):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
 @pytest.mark.parametrize("name", ["config.yaml", "audit.json"])
-def test_a_disk_that_is_full_under_an_audit(name, small, tmp_path, full, complain):
-    full(name, 0)
-    said = complain(["audit", small, "--canaries", "50", "--out", tmp_path / "out"], 1)
+def test_a_disk_that_is_full_under_an_audit(name, small, tmp_path, complain):
+    with full_disk(name):
+        said = complain(["audit", small, "--canaries", "50", "--out", tmp_path / "out"], 1)
     assert said == f"{tmp_path}/out/{name} cannot be written (No space left on device)"
 
 

@@ -16,7 +16,7 @@ from raydpfl.cli import app, exit_codes, guarantee_table, run_display
 from raydpfl.methods.noise.tree_gaussian import TreeGaussian
 from raydpfl.privacy import Guarantee
 from raydpfl.privacy.guarantee import Observer, Scope
-from raydpfl.runtime import runner
+from raydpfl.runtime import launcher, runner
 
 
 def console(terminal=False, width=80):
@@ -83,7 +83,7 @@ def test_that_an_interrupted_run_stops_is_shown_at_once(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run(experiment(), tmp_path / "out", on_stage=stages.append, on_start=interrupt)
-    assert stages == [runner.PREPARING, runner.STOPPING]
+    assert stages == [runner.PREPARING, launcher.STOPPING]
 
 
 def test_a_terminal_that_moves_no_cursor_has_plain_lines_too(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import yaml
 from conftest import SMALL, messages
 
-from raydpfl.cli import wrong_command
+from raydpfl.cli import experiment_reader
 
 SPACE = {"kind": "sgd", "lr": {"grid": [0.1, 0.2]}}
 PRIVATE = {"private": {"runs": "geometric", "mean": 3}}
@@ -39,6 +39,6 @@ def test_what_is_of_the_right_kind_keeps_its_own_complaint(place, complain):
 
 
 def test_every_command_that_takes_a_file_or_a_directory_is_known():
-    every = {kind for _, kinds in wrong_command.ACCEPTED_PATHS.values() for kind in kinds}
-    assert every == wrong_command.ADVICE.keys()
-    assert set(wrong_command.FILES.values()) <= every
+    every = {kind for _, kinds in experiment_reader.ACCEPTED_PATHS.values() for kind in kinds}
+    assert every == experiment_reader.ADVICE.keys()
+    assert set(experiment_reader.FILES.values()) <= every

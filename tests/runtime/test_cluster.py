@@ -1,5 +1,6 @@
 """Runs and sweeps on three nodes: the bits of one process, whatever node is lost; cluster files."""
 
+import contextlib
 import json
 import os
 import re
@@ -29,8 +30,8 @@ from raydpfl.sweep.study import Study, reproduce
 
 pytestmark = pytest.mark.slow
 
-# Nodes of one CPU each; a line with a number kills that node, with all its processes. (In a process
-# of its own: Ray joins one cluster a process.)
+# A head of one CPU, and the nodes that code in the first argument adds; a line with a number kills
+# that node, with all its processes. (In a process of its own: Ray joins one cluster a process.)
 HOST = """
 import sys
 from ray.cluster_utils import Cluster
@@ -38,7 +39,8 @@ from ray.cluster_utils import Cluster
 node = {"num_cpus": 1, "object_store_memory": 80_000_000}
 head = {**node, "include_dashboard": False}
 cluster = Cluster(initialize_head=True, connect=False, head_node_args=head)
-nodes = [cluster.head_node, cluster.add_node(**node), cluster.add_node(**node)]
+nodes = [cluster.head_node]
+exec(sys.argv[1])
 cluster.wait_for_nodes()
 print("address", cluster.address, flush=True)
 for line in sys.stdin:
@@ -53,24 +55,27 @@ HEAVY = {
 }
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    """The process of the cluster and the environment to join it with."""
+@contextlib.contextmanager
+def hosted(*words: str):
+    """The process of a cluster, by HOST with these words, and the environment to join it with."""
     folder = Path(tempfile.mkdtemp(prefix="rd", dir="/tmp"))  # short: socket paths have 107 bytes
     environment = token_environment(folder)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    options |= {"env": environment, "start_new_session": True}
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", HOST],
-            env=environment,
-            stderr=log,
-            start_new_session=True,
-            **pipes,
-        )
+        command = [sys.executable, "-c", HOST, *words]
+        process = subprocess.Popen(command, stderr=log, **options)
     said = until(process, "address", folder / "log")
     yield process, {**environment, "RAY_ADDRESS": said.split()[1]}
     end(process)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """As `hosted`, with two more nodes of one CPU each."""
+    with hosted("nodes += [cluster.add_node(**node), cluster.add_node(**node)]") as joined:
+        yield joined
 
 
 @pytest.fixture(scope="module")
@@ -89,16 +94,29 @@ def until(process: subprocess.Popen, word: str, log: Path | None = None) -> str:
     raise AssertionError(log.read_text() if log else f"ended without {word!r}")
 
 
-def kill(process: subprocess.Popen, node: int) -> None:
-    process.stdin.write(f"{node}\n")
-    process.stdin.flush()
-    until(process, "killed")
-
-
-def start(config: Path, out: Path, environment: dict) -> subprocess.Popen:
+def lose_node(cluster: tuple, node: int, actors: int, out: Path, timeout: float) -> tuple[int, str]:
+    """A run on so many actors that loses a node after five rounds: its exit code and its output."""
+    host, environment = cluster
+    config = out.with_suffix(".yaml")
+    client = {"actors": actors, "num_cpus": 1, "backend": "fused"}
+    config.write_text(experiment(**HEAVY, client=client).to_yaml())
     words = ["run", str(config), "--out", str(out), "--address", "auto", "--quiet"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([sys.executable, "-m", "raydpfl", *words], env=environment, **pipes)
+    command = [sys.executable, "-m", "raydpfl", *words]
+    process = subprocess.Popen(command, env=environment, **pipes)
+    wait_for_rounds(5, out, process)
+    host.stdin.write(f"{node}\n")
+    host.stdin.flush()
+    until(host, "killed")
+    said = process.communicate(timeout=timeout)[0]
+    return process.returncode, said
+
+
+def carry_out(*words, timeout: float = 240, **options) -> None:
+    """A command in a process of its own, on the cluster of its environment."""
+    command = [sys.executable, "-m", "raydpfl", *map(str, words), "--address", "auto"]
+    done = processes.run(command, timeout=timeout, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_trials_of_two_actors_share_three_nodes_of_one_core(tmp_path, cluster):
@@ -109,9 +127,7 @@ def test_trials_of_two_actors_share_three_nodes_of_one_core(tmp_path, cluster):
     small = experiment(client={"actors": 2, "num_cpus": 1}).to_dict()
     small["local"]["lr"] = {"grid": [0.05, 0.1]}
     config.write_text(yaml.safe_dump(small))
-    words = ["sweep", str(config), "--out", str(out), "--address", "auto"]
-    done = processes.run([sys.executable, "-m", "raydpfl", *words], timeout=240, env=cluster[1])
-    assert done.returncode == 0, done.stderr[-3000:]
+    carry_out("sweep", config, "--out", out, env=cluster[1])
     rows = pq.read_table(out / "results.parquet").to_pylist()
     assert [row["local.lr"] for row in rows] == [0.05, 0.1]
     for row in rows:
@@ -125,13 +141,11 @@ def test_a_study_over_three_nodes_that_was_killed_and_resumed_has_the_tables_of_
     config = longer(tmp_path)
     (whole,) = reproduce(Study.named(config), out=tmp_path / "whole")
     out = tmp_path / "out"
-    there = ("--address", "auto")
     quiet = {"env": cluster[1], "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command(config, out, *there), **quiet)
+    process = subprocess.Popen(command(config, out, "--address", "auto"), **quiet)
     done = cut_short(process, out, 4)
-    resume = command(config, out, "--resume", *there)
-    last = processes.run(resume, timeout=600, env=cluster[1])
-    assert last.returncode == 0, last.stderr[-3000:]
+    resume = ["reproduce", config, "--out", out, "--quiet", "--resume"]
+    carry_out(*resume, timeout=600, env=cluster[1])
     assert done.items() <= finished(out).items()
     check_same_tables(whole.out, out)
 
@@ -139,16 +153,8 @@ def test_a_study_over_three_nodes_that_was_killed_and_resumed_has_the_tables_of_
 def test_a_run_over_three_nodes_that_loses_one_of_them_gives_the_bits_of_an_inline_run(
     tmp_path, cluster, whole
 ):
-    host, environment = cluster
-    config = tmp_path / "config.yaml"
-    client = {"actors": 3, "num_cpus": 1, "backend": "fused"}
-    config.write_text(experiment(**HEAVY, client=client).to_yaml())
-    process = start(config, tmp_path / "nodes", environment)
-    wait_for_rounds(5, tmp_path / "nodes", process)
-    kill(host, 1)
-    said = process.communicate(timeout=240)[0]
-    assert process.returncode == 0, said
-
+    code, said = lose_node(cluster, 1, 3, tmp_path / "nodes", 240)
+    assert code == 0, said
     assert summary(tmp_path / "nodes")["model_sha256"] == whole.summary["model_sha256"]
     rows = pq.read_table(tmp_path / "nodes" / "rounds.parquet").to_pydict()
     # one a node, of one CPU; there is no room for a third on two
@@ -160,16 +166,9 @@ def test_a_run_over_three_nodes_that_loses_one_of_them_gives_the_bits_of_an_inli
 def test_the_loss_of_the_head_node_ends_in_a_clear_error_and_resume_elsewhere_gives_the_bits(
     tmp_path, cluster, whole
 ):
-    host, environment = cluster
-    config = tmp_path / "config.yaml"
     out = tmp_path / "out"
-    client = {"actors": 1, "num_cpus": 1, "backend": "fused"}
-    config.write_text(experiment(**HEAVY, client=client).to_yaml())
-    process = start(config, out, environment)
-    wait_for_rounds(5, out, process)
-    kill(host, 0)
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 1, said
+    code, said = lose_node(cluster, 0, 1, out, 120)
+    assert code == 1, said
     last = said.strip().splitlines()[-1]
     assert last.startswith("raydpfl: the coordinator died") and "--resume" in last
     assert [*(out / "checkpoints").iterdir()]

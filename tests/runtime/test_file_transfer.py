@@ -3,22 +3,19 @@ of one process.
 """
 
 import json
+import os
 import shutil
-import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import processes
 import pyarrow.parquet as pq
 import pytest
 import yaml
 from conftest import experiment
-from test_cluster import until
-from test_submit import end, token_environment
+from test_cluster import carry_out, hosted
 
 from raydpfl import Experiment, run, storage
 from raydpfl.errors import ConfigError, FileError
@@ -28,22 +25,12 @@ from raydpfl.storage.files import SEAL, fill_folder, is_intact
 
 pytestmark = pytest.mark.slow
 
-# A head of one CPU, and a node of two whose processes, all started anew, do not see the folder
-# HIDDEN and have a cache of their own.
-HOST = """
-import os, sys
-from ray.cluster_utils import Cluster
-
-node = {"num_cpus": 1, "object_store_memory": 80_000_000}
-head = {**node, "include_dashboard": False}
-cluster = Cluster(initialize_head=True, connect=False, head_node_args=head)
-sys.executable = sys.argv[4]
-apart = {"RAYDPFL_CACHE": sys.argv[1], "HIDDEN": sys.argv[2], "PYTHONPATH": sys.argv[3]}
+# A node of two CPUs whose processes, all started anew, do not see the folder HIDDEN and have a
+# cache of their own.
+NODE = """
+sys.executable = sys.argv[5]
+apart = {"RAYDPFL_CACHE": sys.argv[2], "HIDDEN": sys.argv[3], "PYTHONPATH": sys.argv[4]}
 cluster.add_node(**{**node, "num_cpus": 2}, env_vars=apart)
-cluster.wait_for_nodes()
-print("address", cluster.address, flush=True)
-sys.stdin.read()
-cluster.shutdown()
 """
 BLIND = """
 import os, sys
@@ -72,27 +59,15 @@ os.lstat = blind(os.lstat)
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory):
-    """The environment to join such a cluster with, and its second node's cache."""
-    folder = Path(tempfile.mkdtemp(prefix="rd", dir="/tmp"))  # short: socket paths have 107 bytes
+    """The environment to join a cluster with such a node, its folder HIDDEN, and its cache."""
     base = tmp_path_factory.mktemp("apart")
-    blind = base / "blind"
+    blind, theirs, hidden = (base / name for name in ("blind", "theirs", "hidden"))
     blind.mkdir()
-    (blind / "sitecustomize.py").write_text(BLIND)
-    environment = token_environment(folder)
-    theirs = base / "theirs"
-    hidden = base / "hidden"
     hidden.mkdir()
-    path = f"{blind}:{environment.get('PYTHONPATH', '')}"
-    command = [sys.executable, "-c", HOST, str(theirs), str(hidden), path, sys.executable]
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    options |= {"env": environment, "start_new_session": True}
-    with open(folder / "log", "w") as log:
-        process = subprocess.Popen(command, stderr=log, **options)
-    address = until(process, "address", folder / "log").split()[1]
-    mine = {"RAY_ADDRESS": address, "RAYDPFL_CACHE": str(hidden / "cache")}
-    yield {**environment, **mine}, hidden, theirs
-    end(process)
-    shutil.rmtree(folder, ignore_errors=True)
+    (blind / "sitecustomize.py").write_text(BLIND)
+    path = f"{blind}:{os.environ.get('PYTHONPATH', '')}"
+    with hosted(NODE, str(theirs), str(hidden), path, sys.executable) as (_, environment):
+        yield {**environment, "RAYDPFL_CACHE": str(hidden / "cache")}, hidden, theirs
 
 
 def test_a_run_over_nodes_that_share_no_disk_has_the_bits_of_one_process(apart, tmp_path):
@@ -105,10 +80,7 @@ def test_a_run_over_nodes_that_share_no_disk_has_the_bits_of_one_process(apart, 
     config = hidden / "config.yaml"
     client = {"actors": 2, "num_cpus": 1, "backend": "fused"}
     config.write_text(experiment(**told, client=client).to_yaml())
-    command = [sys.executable, "-m", "raydpfl", "run", str(config), "--address", "auto"]
-    command += ["--out", str(hidden / "out")]
-    done = processes.run(command, timeout=240, env=environment, cwd=hidden)
-    assert done.returncode == 0, done.stderr[-3000:]
+    carry_out("run", config, "--out", hidden / "out", env=environment, cwd=hidden)
     summary = json.loads((hidden / "out" / "summary.json").read_text())
     assert summary["model_sha256"] == alone.summary["model_sha256"]
     assert summary["ray"]["actors"] == 2
@@ -130,9 +102,7 @@ def test_trials_on_a_node_that_sees_no_disk_are_sent_their_data(apart, tmp_path)
     config = hidden / "sweep.yaml"
     config.write_text(yaml.safe_dump(tree))
     place = f"local://{tmp_path}/store/sweep"
-    command = [sys.executable, "-m", "raydpfl", "sweep", str(config), "--address", "auto"]
-    done = processes.run([*command, "--out", place], timeout=240, env=environment, cwd=hidden)
-    assert done.returncode == 0, done.stderr[-3000:]
+    carry_out("sweep", config, "--out", place, env=environment, cwd=hidden)
     with storage.readable_folder(place) as folder:
         (row,) = pq.read_table(folder / "results.parquet").to_pylist()
         told = Experiment.from_yaml(folder / row["directory"] / "config.yaml")

@@ -1,6 +1,5 @@
 """Where a run goes: `client.actors: auto` is decided once, before the first round."""
 
-import importlib.util
 import sys
 from dataclasses import replace
 
@@ -45,13 +44,9 @@ def test_auto_takes_actors_where_they_save_more_than_their_start_takes(chosen):
     assert "about 1 s, and starting Ray 8 s" in chosen(2, 0.1)[1]
 
 
-def test_auto_takes_this_process_for_one_core_one_chunk_and_without_ray(chosen, monkeypatch):
+def test_auto_takes_this_process_for_one_core_and_for_one_chunk(chosen):
     assert chosen(1, 9.0) == (0, launcher.NO_GAIN)
     assert chosen(2, 9.0, client={**AUTO, "chunk": 20}) == (0, launcher.NO_GAIN)
-    find = importlib.util.find_spec
-    without = lambda name: None if name == "ray" else find(name)  # noqa: E731
-    monkeypatch.setattr("importlib.util.find_spec", without)
-    assert chosen(2, 9.0) == (0, launcher.NO_RAY)
 
 
 @pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")

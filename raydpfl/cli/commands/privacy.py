@@ -12,20 +12,9 @@ import typer
 from rich.console import Console
 
 from raydpfl import storage
-from raydpfl.cli.experiment_reader import new_folder, read, read_sweep, stored_code
-from raydpfl.cli.options import (
-    Config,
-    DataRoot,
-    Json,
-    Overrides,
-    Trust,
-    argument,
-    count,
-    option,
-    plain_console,
-    print_json,
-)
-from raydpfl.cli.wrong_command import private_search
+from raydpfl.cli import options
+from raydpfl.cli.experiment_reader import new_folder, private_search, read, read_sweep, stored_code
+from raydpfl.cli.options import argument, count, option, plain_console, print_json
 from raydpfl.errors import ConfigError, RunError
 
 ASKED = (
@@ -79,7 +68,7 @@ NO_OPTIONS = ("config", "overrides", "as_json", "trust_code")  # of the calculat
 def budget(
     context: typer.Context,
     config: Annotated[str | None, argument(ASKED, "CONFIG")] = None,
-    overrides: Overrides = None,
+    overrides: options.Overrides = None,
     epsilon: Annotated[float | None, option("Of the guarantee, at --delta.", GIVE)] = None,
     noise_multiplier: Annotated[float | None, option(MULTIPLIER, GIVE)] = None,
     std: Annotated[float | None, option(STD, GIVE)] = None,
@@ -110,26 +99,26 @@ def budget(
     batch: Annotated[int | None, count("Samples B of a batch.", SAMPLE)] = None,
     steps: Annotated[int | None, count("Local steps Q of a round.", SAMPLE)] = None,
     person: Annotated[int | None, count(PERSON, SAMPLE)] = None,
-    as_json: Json = False,
-    data_root: DataRoot = None,
-    trust_code: Trust = False,
+    as_json: options.Json = False,
+    data_root: options.DataRoot = None,
+    trust_code: options.Trust = False,
 ) -> None:
     """Epsilon from noise, noise from epsilon, or rounds from both, by every accountant."""
     from raydpfl.cli import budget_display
     from raydpfl.privacy import calculator
 
-    options = {
+    values = {
         name: value
         for name, value in context.params.items()
         if name not in NO_OPTIONS and value is not None
     }
     runs = [name for name in overrides or () if "=" not in name or os.path.exists(name)]
     if config and runs:
-        answer = _compose_runs([config, *runs], overrides or [], options, data_root, trust_code)
+        answer = _compose_runs([config, *runs], overrides or [], values, data_root, trust_code)
     elif config:
         search = private_search(config, overrides or ())
         expected = "none with a CONFIG; change its fields, as in noise.epsilon=3"
-        _check_options(options, {"data_root"} if search else {"data_root", "person"}, expected)
+        _check_options(values, {"data_root"} if search else {"data_root", "person"}, expected)
         from raydpfl.experiment import Experiment
         from raydpfl.simulation import planned_guarantee
 
@@ -144,26 +133,26 @@ def budget(
                 experiment = read("budget", config, overrides, imports, trust_code)[0]
                 answer = planned_guarantee.planned_budget(experiment, data_root, person)
     else:
-        answer = calculator.from_options(**options)
+        answer = calculator.from_options(**values)
     if as_json:
         print_json(answer.to_dict())
     else:
         Console(highlight=False).print(budget_display.render_budget(answer))
 
 
-def _check_options(options: dict[str, Any], allowed_names: set[str], expected: str) -> None:
-    for name in (name for name in options if name not in allowed_names):
-        raise ConfigError(f"--{name.replace('_', '-')}", options[name], expected)
+def _check_options(values: dict[str, Any], allowed_names: set[str], expected: str) -> None:
+    for name in (name for name in values if name not in allowed_names):
+        raise ConfigError(f"--{name.replace('_', '-')}", values[name], expected)
 
 
 def _compose_runs(
-    runs: list[str], words: list[str], options: dict[str, Any], root: Path | None, trust_code: bool
+    runs: list[str], words: list[str], values: dict[str, Any], root: Path | None, trust_code: bool
 ) -> Any:
     """What several runs spend together."""
     from raydpfl.experiment import Experiment
     from raydpfl.simulation import composed_runs
 
-    _check_options(options, {"delta", "data_root"}, "none but --delta with RUNs")
+    _check_options(values, {"delta", "data_root"}, "none but --delta with RUNs")
     for change in (change for change in words if change not in runs):
         raise ConfigError(*change.partition("=")[::2], "no change of fields with several RUNs")
     imports = set(Experiment.model_fields) - {"model", "server"}
@@ -175,7 +164,7 @@ def _compose_runs(
             reading = storage.readable_folder(name, "run", "ledger.jsonl".__eq__)
             place = stack.enter_context(reading) if folder else None
             stored_runs.append(composed_runs.StoredRun.of(name, experiment, place))
-        return composed_runs.compose(stored_runs, root, options.get("delta"))
+        return composed_runs.compose(stored_runs, root, values.get("delta"))
 
 
 AUDITED = "Where audit.json and scores.parquet go; default: a new one under runs/."
@@ -188,16 +177,16 @@ REPLAYED = (
 
 
 def audit(
-    config: Config,
-    overrides: Overrides = None,
+    config: options.Config,
+    overrides: options.Overrides = None,
     out: Annotated[str | None, option(AUDITED)] = None,
     canaries: Annotated[int, count(CANARIES)] = 2000,
     confidence: Annotated[float, option("Of each lower bound.")] = 0.95,
     delta: Annotated[float | None, option(CLAIMED)] = None,
     replay: Annotated[bool, option(REPLAYED)] = False,
-    as_json: Json = False,
-    data_root: DataRoot = None,
-    trust_code: Trust = False,
+    as_json: options.Json = False,
+    data_root: options.DataRoot = None,
+    trust_code: options.Trust = False,
 ) -> None:
     """Run an experiment with canaries in it: what they prove of its privacy, next to what is
     claimed; with --replay on neighbouring populations. Exit code 1: not as claimed.
@@ -229,12 +218,11 @@ def audit(
 
     with stored_code(config, trust_code), bar:
         experiment, _ = read("audit", config, overrides, trust_code=trust_code)
-        options: dict[str, Any] = {"out": out, "data_root": data_root}
         result: Any
         if replay:
-            result = replays.replay(experiment, on_world=show, **options)
+            result = replays.replay(experiment, out, data_root=data_root, on_world=show)
         else:
-            result = auditor.audit(experiment, on_round=show, **options, **guesses)
+            result = auditor.audit(experiment, out, data_root=data_root, on_round=show, **guesses)
     if as_json:
         print_json(result.to_dict())
     else:

@@ -12,15 +12,7 @@ from rich.text import Text
 from raydpfl import storage
 from raydpfl.cli import completion
 from raydpfl.cli.experiment_reader import read_config
-from raydpfl.cli.options import (
-    DataRoot,
-    Json,
-    Overrides,
-    argument,
-    option,
-    plain_console,
-    print_json,
-)
+from raydpfl.cli.options import DataRoot, Json, Overrides, argument, option, print_json
 from raydpfl.errors import ConfigError, RunError
 
 SHOWN = "A YAML file, the directory of a run, a sweep or a study, or the name of a study."
@@ -40,8 +32,7 @@ def show(
     stand as written. Of a sweep or a study also what it would run, whether each of it can be, and
     how long it takes.
     """
-    from raydpfl.cli.preview import preview
-    from raydpfl.config.defaults import MARK
+    from raydpfl.cli.preview import MARK, preview
 
     with read_config(config) as place:
         target = str(place) if storage.is_address(config) else config
@@ -75,7 +66,7 @@ def check(
     if as_json:
         print_json([asdict(clause) for clause in clauses])
     else:
-        console = plain_console()
+        console = Console()
         print(contract.render(clauses, *[console.width] * console.is_terminal))
     breach = next((clause for clause in clauses if clause.kept is False), None)
     if breach is not None:
@@ -94,13 +85,12 @@ def kinds(
     """Every choice that a config has: its keys, their types, bounds, defaults and units, and the
     paper that it is of. Of own classes `raydpfl check` says more.
     """
-    from raydpfl.cli import config_schema
     from raydpfl.cli import kinds as reference
 
     if schema:
         if name:
             raise ConfigError("--schema", True, f"no {name} next to it: it is of a whole config")
-        print_json(config_schema.schema())
+        print_json(reference.config_schema())
     elif as_json:
         print_json([asdict(kind) for kind in reference.list_references(name)])
     else:

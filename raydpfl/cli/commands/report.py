@@ -7,8 +7,8 @@ from typing import Annotated
 from rich.console import Console
 
 from raydpfl import storage
+from raydpfl.cli.experiment_reader import redirect_errors
 from raydpfl.cli.options import argument, option
-from raydpfl.cli.wrong_command import redirect_errors
 
 REPORTED = "The directory of a run, a sweep, an audit or a study; or several, as for compare."
 WRITTEN = "Where the report goes. Default: DIR/report; of several, a new ./report-NAMES."

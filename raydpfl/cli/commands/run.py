@@ -13,20 +13,10 @@ import typer
 from rich.console import Console
 
 from raydpfl import storage
+from raydpfl.cli import options
 from raydpfl.cli.exit_codes import Failed, fail, resumable
-from raydpfl.cli.experiment_reader import new_folder, read, refuse_resume
-from raydpfl.cli.options import (
-    Address,
-    Config,
-    DataRoot,
-    Overrides,
-    Quiet,
-    Resume,
-    Trust,
-    argument,
-    option,
-)
-from raydpfl.cli.wrong_command import redirect_errors
+from raydpfl.cli.experiment_reader import new_folder, read, redirect_errors, refuse_resume
+from raydpfl.cli.options import argument, option
 from raydpfl.errors import ConfigError
 
 BEGAN = time.time()  # that is a quarter of a second after the process
@@ -35,14 +25,14 @@ FRESH = "With --resume, where code or processor have changed: new noise, both re
 
 
 def run(
-    config: Config,
-    overrides: Overrides = None,
+    config: options.Config,
+    overrides: options.Overrides = None,
     out: Annotated[str | None, option(PLACE)] = None,
-    resume: Resume = False,
+    resume: options.Resume = False,
     fresh_noise: Annotated[bool, typer.Option("--fresh-noise", help=FRESH)] = False,
-    data_root: DataRoot = None,
-    address: Address = None,
-    quiet: Quiet = False,
+    data_root: options.DataRoot = None,
+    address: options.Address = None,
+    quiet: options.Quiet = False,
 ) -> None:
     """Run one experiment."""
     from raydpfl.cli import run_display
@@ -98,7 +88,7 @@ def export(
     folder: Annotated[str, argument("A run directory.", "RUN")],
     out: Annotated[Path | None, option(EXPORTED)] = None,
     merged: Annotated[bool, typer.Option("--merged", help=MERGED)] = False,
-    trust_code: Trust = False,
+    trust_code: options.Trust = False,
 ) -> None:
     """Write the model of a run to a file: of one with adapters what was trained."""
     from raydpfl.simulation import export as saved
@@ -122,7 +112,7 @@ RESUMED = "; its run goes on with: raydpfl submit CONFIG --resume {}"
 
 def submit(
     config: Annotated[str | None, argument(SENT, "CONFIG")] = None,
-    overrides: Overrides = None,
+    overrides: options.Overrides = None,
     out: Annotated[str | None, option(BACK)] = None,
     address: Annotated[str | None, option(SERVER)] = None,
     resume: Annotated[str | None, typer.Option(metavar="ID", help=GO_ON)] = None,

@@ -10,35 +10,23 @@ from typing import Annotated, Any
 import typer
 
 from raydpfl import storage
-from raydpfl.cli import completion
+from raydpfl.cli import completion, options
 from raydpfl.cli.exit_codes import resumable
-from raydpfl.cli.experiment_reader import new_folder, read_sweep, refuse_resume
-from raydpfl.cli.options import (
-    Address,
-    Config,
-    DataRoot,
-    Overrides,
-    Quiet,
-    Resume,
-    argument,
-    count,
-    option,
-    plain_console,
-)
-from raydpfl.cli.wrong_command import redirect_errors
+from raydpfl.cli.experiment_reader import new_folder, read_sweep, redirect_errors, refuse_resume
+from raydpfl.cli.options import argument, count, option, plain_console
 from raydpfl.errors import ConfigError, RunError
 
 SWEPT = "Sweep directory, or its address (s3://BUCKET/SWEEP); default: a new one under runs/."
 
 
 def sweep(
-    config: Config,
-    overrides: Overrides = None,
+    config: options.Config,
+    overrides: options.Overrides = None,
     out: Annotated[str | None, option(SWEPT)] = None,
-    resume: Resume = False,
-    data_root: DataRoot = None,
-    address: Address = None,
-    quiet: Quiet = False,
+    resume: options.Resume = False,
+    data_root: options.DataRoot = None,
+    address: options.Address = None,
+    quiet: options.Quiet = False,
 ) -> None:
     """Run an experiment whose fields have search spaces, once for every setting and seed, by Ray
     Tune.
@@ -52,9 +40,9 @@ def sweep(
         if resume and out is None:
             out = config if folder else refuse_resume(config, "sweep")
         out = out or new_folder(config)
-        options: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
+        run_options: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
         with SweepDisplay(plain_console(quiet)) as display, resumable(out, "sweep"):
-            result = tune.run(sweep_spec, out, on_change=display.show, **options)
+            result = tune.run(sweep_spec, out, on_change=display.show, **run_options)
     display.report(result, sweep_spec)
     if result.problem:
         raise RunError(result.problem)
@@ -80,13 +68,13 @@ def reproduce(
     studies: Annotated[list[str] | None, argument(REPRODUCED, "STUDY", completion.studies)] = None,
     scale: Annotated[str | None, option(f"{SCALED} Default: small.", words=SCALES)] = None,
     out: Annotated[str | None, option(INTO)] = None,
-    resume: Resume = False,
+    resume: options.Resume = False,
     seeds: Annotated[int | None, count(SEEDS)] = None,
     only: Annotated[list[str] | None, option(ONLY)] = None,
     listed: Annotated[bool, typer.Option("--list", help=LIST)] = False,
-    data_root: DataRoot = None,
-    address: Address = None,
-    quiet: Quiet = False,
+    data_root: options.DataRoot = None,
+    address: options.Address = None,
+    quiet: options.Quiet = False,
 ) -> None:
     """Run a paper's table or figure: tune every arm alike, run it with fresh seeds, compare."""
     from raydpfl.cli.preview import list_studies
@@ -106,7 +94,7 @@ def reproduce(
         study = studies[0]
         is_folder = len(studies) == 1 and (os.path.isdir(study) or storage.is_address(study))
         out = study if is_folder else refuse_resume(" ".join(studies), "study", "reproduce")
-    options: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
+    run_options: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
     with ExitStack() as stack:
         names = [name for study_name in studies for name in studying.several(study_name)]
         for place, name in enumerate(names):
@@ -118,7 +106,7 @@ def reproduce(
             study_specs = [studying.Study.named(name, scale, seeds, only=labels) for name in names]
         display = stack.enter_context(StudyDisplay(console, study_specs))
         stack.enter_context(resumable(out, "reproduce"))
-        results = studying.reproduce(*study_specs, out=out, on_change=display.show, **options)
+        results = studying.reproduce(*study_specs, out=out, on_change=display.show, **run_options)
     for result in results:
         display.report(result)
     problems = "; ".join(
