@@ -107,22 +107,13 @@ def test_the_version_is_one_everywhere():
     assert 'version = {attr = "raydpfl.__version__"}' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_every_foreign_name_is_answered_with_a_key_that_there_is():
-    for name, meant in FOREIGN.items():
-        path = meant.partition(" ")[0]
-        section, _, key = path.rpartition(".")
-        names = {
-            each.name for kind in kinds.list_references(section or "config") for each in kind.keys
-        }
-        assert key in {*names, "kind"}, (name, meant)
-
-
-def test_every_method_of_other_tools_is_answered_with_what_is_here():
-    for name, meant in METHODS.items():
+def test_every_name_that_other_tools_have_is_answered_with_what_is_here():
+    for name, meant in [*FOREIGN.items(), *METHODS.items()]:
         path, _, kind = meant.partition(" ")[0].partition("=")
         section, _, key = path.rpartition(".")
         found = kinds.list_references(f"{section}.{kind}" if kind else section or "config")
-        assert kind or key in {each.name for one in found for each in one.keys}, (name, meant)
+        names = {each.name for one in found for each in one.keys}
+        assert kind or key in {*names, "kind"}, (name, meant)
 
 
 @pytest.mark.parametrize(("override", "said"), messages("names of other frameworks"))
@@ -130,12 +121,6 @@ def test_a_misspelt_or_foreign_key_is_answered_in_one_line(override, said):
     with pytest.raises(ConfigError) as caught:
         Experiment.from_dict({}, [override])
     assert str(caught.value).endswith(f"; {said}") and "\n" not in str(caught.value)
-
-
-def test_alpha_of_a_dirichlet_split_is_psi():
-    split = "data.partition={kind: dirichlet, alpha: 0.5}"
-    with pytest.raises(ConfigError, match=r"data\.partition\.psi \(kind: dirichlet\) here"):
-        Experiment.from_dict({}, [split])
 
 
 def test_papers_are_named_by_author_and_year():

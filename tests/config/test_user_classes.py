@@ -1,5 +1,6 @@
 """User-defined classes: what may be subclassed, what is refused, and when it is imported."""
 
+import re
 import sys
 import types
 
@@ -10,7 +11,6 @@ from torch import nn
 
 from raydpfl import Experiment, models, run
 from raydpfl.config.registry import choose
-from raydpfl.errors import ConfigError
 from raydpfl.experiment import SECTIONS
 from raydpfl.simulation.resolution import resolve
 
@@ -32,12 +32,6 @@ def mine(tmp_path, monkeypatch):
         (tmp_path / "mine.py").write_text(f"{head}{text}\n")
 
     return write
-
-
-def refused(**sections) -> str:
-    with pytest.raises(ConfigError) as caught:
-        resolve(experiment(**sections))
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("section", FAMILIES)
@@ -120,8 +114,9 @@ def test_what_cannot_be_used_of_a_user_defined_member_is_refused_by_name(name, m
     section, path, body, message = UNREAD[name]
     module, base = path.split(":")
     mine(f"from raydpfl.{module} import {base}\nclass Own({base}):\n    {body}")
-    said = refused(**{section: {**SMALL.get(section, {}), "kind": "mine:Own"}})
-    assert message in said and "mine:Own" in said and "\n" not in said
+    with refusal(re.escape(message)) as caught:
+        resolve(experiment(**{section: {**SMALL.get(section, {}), "kind": "mine:Own"}}))
+    assert "mine:Own" in str(caught.value)
 
 
 READ = """
@@ -241,14 +236,6 @@ def test_questions_about_a_config_import_no_more_than_they_must(mine, tmp_path, 
     with refusal(r"bounding.kind = 'mine:Missing'"):
         Experiment.from_dict(tree, ["bounding.kind=mine:Missing"], imports={"bounding"})
     assert (tmp_path / "imported").exists()
-
-
-def test_a_module_that_exits_while_it_is_imported_is_refused_in_one_line(mine):
-    mine("raise SystemExit(3)")
-    assert refused(model={"kind": "mine:Net"}).startswith(
-        "model.kind = 'mine:Net': expected an import path package.module:Name that can be "
-        "imported (Sys"
-    )
 
 
 def test_help_says_that_a_config_is_code(typed):
