@@ -51,14 +51,9 @@ def kinds_after_colon(context: typer.Context, incomplete: str) -> list[str]:
     return _matches(fields().get(context.params.get("member", ""), {}), incomplete.strip(":"))
 
 
-def family_completer(family: str) -> Callable[[str], list[str]]:
-    """What completes the members of one family."""
-    return lambda incomplete: _matches(fields()[family], incomplete)
-
-
-def word_completer(*words: str) -> Callable[[str], list[str]]:
-    """What completes one of these words."""
-    return lambda incomplete: _matches(words, incomplete)
+def completer(words: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """What completes one of the words that a function gives once they are asked for."""
+    return lambda incomplete: _matches(words(), incomplete)
 
 
 def studies(incomplete: str) -> list[str]:

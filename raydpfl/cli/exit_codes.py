@@ -20,9 +20,7 @@ DEBUG = "RAYDPFL_DEBUG"  # in the environment: errors show all frames
 
 
 class _CurrentCommand:
-    """What this process carries out, if it can be gone on with, and in which directory, if that is
-    known yet.
-    """
+    """What this process carries out, if it can be resumed, and in which directory, once known."""
 
     command = ""
     folder: Path | str | None = None
@@ -90,9 +88,7 @@ ENDINGS: tuple[tuple[type[BaseException], int, Callable[[BaseException], str]], 
 
 
 def _ending(error: BaseException) -> tuple[str, int] | None:
-    """What to say of this end of a command, and the exit code; None for one that is a defect, or
-    that has been said.
-    """
+    """What to say of an error, and the exit code; None for a defect, or what has been said."""
     for kind, code, say in ENDINGS:
         if isinstance(error, kind):
             return say(error), code

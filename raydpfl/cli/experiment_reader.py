@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 CONFIGS = ("config.yaml", "sweep.yaml", "study.yaml")
 EXPERIMENT = "the YAML file of an experiment, or the directory of a run"
 RUN = ("an experiment", "a run's directory")
+STUDY = ("a study", "a study's directory")
 SWEEP = ("a sweep", "a private search")
 FILES = {  # by which a directory is known, the first that is there
     "audit.json": "an audit's directory",
@@ -44,10 +45,7 @@ ACCEPTED_PATHS = {
         "the YAML file of an experiment or a sweep, or the directory of a run",
         (*RUN, *SWEEP),
     ),
-    "reproduce": (
-        "a study: its name, its YAML file or its directory",
-        ("a study", "a study's directory"),
-    ),
+    "reproduce": ("a study: its name, its YAML file or its directory", STUDY),
     "export": ("the directory of a run", ("a run's directory",)),
     "report": ("the directory of a run, a sweep, an audit or a study", tuple(FILES.values())),
 }
@@ -139,9 +137,7 @@ def _searches(tree: Mapping) -> bool:
 
 
 def path_kind(target: str, overrides: Sequence[str] = ()) -> str | None:
-    """What a path with these overrides, or the name of a study, stands for; None where nothing can
-    be said.
-    """
+    """What a path with overrides, or the name of a study, stands for; None: nothing can be said."""
     from raydpfl.experiment import overridden
     from raydpfl.sweep.spaces import find
     from raydpfl.sweep.study import builtin

@@ -18,7 +18,7 @@ from raydpfl.cli import completion
 
 def option(text: str = "", panel: str | None = None, words: tuple[str, ...] = ()) -> Any:
     """An option. `words`: what a shell completes."""
-    complete = completion.word_completer(*words) if words else None
+    complete = completion.completer(lambda: words) if words else None
     return typer.Option(help=text, rich_help_panel=panel, autocompletion=complete)
 
 

@@ -58,17 +58,11 @@ class Preview:
 def preview(
     target: str, overrides: Sequence[str] = (), timing: bool = False, root: Path | None = None
 ) -> Preview:
-    """What a file, a directory or the name of a study asks for.
+    """What a YAML file, the directory of a run, a sweep or a study, or a study's name asks for.
 
-    Args:
-        target: A YAML file, the directory of a run, a sweep or a study, or a study's name.
-        overrides: As `section.key=value`; none for a study.
-        timing: Imports what it names, prepares the data, puts the plan of every setting together,
-            and times a round of each kind of run that was not timed here before.
-        root: Where data sets lie.
-
-    Raises:
-        ConfigError: For what is no experiment, sweep or study, and for a `root` that nothing reads.
+    With `timing` what it names is imported, the data (under `root`) are prepared, the plan of every
+    setting is put together, and a round of each kind of run is timed that was not timed here yet.
+    Raises `ConfigError` for what is none of these, and for a `root` that nothing reads.
     """
     imports = None if timing else ()
     path = _path(target)
@@ -168,9 +162,7 @@ def _runs(sweep: Sweep, experiments: Sequence[Experiment]) -> Runs:
 
 
 def _complete(sweep: Sweep, experiment: Experiment | None) -> dict[str, Any]:
-    """The config with all defaults and its search spaces; as it was given, where no setting makes
-    an experiment.
-    """
+    """The config with its defaults and spaces; as given where no setting makes an experiment."""
     search = {"sweep": sweep.search.effective_fields()}
     if experiment is None:
         return {**sweep.tree, **search}
@@ -323,14 +315,9 @@ def default_keys(
     kind: Any = None,
     place: Key = (),
 ) -> Iterator[Key]:
-    """The keys that a config leaves, or puts, at their defaults.
-
-    Args:
-        section: an experiment, or one of its sections.
-        values: its tree, in which keys may be missing; a kind alone; or None.
-        kinds: the fields of default sections, as `raydpfl.experiment.DEFAULTS`.
-        kind: the default kind of the section.
-        place: the names that lead to it.
+    """The keys that a config leaves, or puts, at their defaults: of the section, or experiment, at
+    `place` whose tree is `values` (a kind alone; None: all keys are missing). `kinds`: the fields
+    of default sections, as `raydpfl.experiment.DEFAULTS`. `kind`: its own default kind.
     """
     if not isinstance(values, Mapping):
         values = {} if values is None else {"kind": values}
@@ -346,9 +333,7 @@ def default_keys(
 
 
 def annotate_defaults(text: str, marked_keys: Collection[Key]) -> str:
-    """A config in YAML, as `dump` writes it, with a comment at each of the keys that have their
-    defaults; its meaning is the same.
-    """
+    """A config in YAML, as `dump` writes it, with a comment at the keys that are at defaults."""
     lines = text.splitlines()
     places = {place for key, place in _places(yaml.compose(text), ()) if key in marked_keys}
     lengths = [len(lines[place]) for place in places]

@@ -111,9 +111,7 @@ class SweepDisplay(SearchDisplay):
         return "  ".join([*parts, f"{_rounds(trial)} rounds", trial.status])
 
     def report(self, result: SweepResult, sweep: Sweep) -> None:
-        """First what failed, each trial with its reason in one line; then the table, the best
-        setting, and what choosing it means.
-        """
+        """What failed, a line each; the table, the best setting, and what choosing it means."""
         trials = [trial for setting in result.all for trial in setting.trials]
         failed_trials = [trial for trial in trials if trial.status == "failed"]
         if failed_trials:
@@ -171,7 +169,7 @@ class StudyDisplay(SearchDisplay):
         if not self._console.is_terminal:
             self._console.width = max(self._console.width, WIDE)
         self._console.print(f"[bold]{escape(about.id)}[/] {escape(about.title)}")
-        self._console.print(cells_table(result, ROWS))
+        self._console.print(cells_table(result))
         for failure in result.summary["failed"][:ROWS]:
             self._say(f"Failed: {failure['cell']}: {failure['reason']}")
         for identity in result.summary["identities"]:
@@ -269,9 +267,7 @@ def _rounds(trial: Trial) -> int:
 
 
 def _epsilon_column(trials: Sequence[Trial]) -> str | None:
-    """The column of the first rigorous accountant that covers all of them; if none does, of the
-    first of all; None if there is none.
-    """
+    """The column of the first rigorous accountant that covers all trials, else of the first."""
     rows = [epsilons(trial) for trial in trials]
     kinds = list(dict.fromkeys(kind for row in rows for kind in row))
     complete_kinds = (
@@ -282,9 +278,9 @@ def _epsilon_column(trials: Sequence[Trial]) -> str | None:
     return next(complete_kinds, next(iter(kinds), None))
 
 
-def cells_table(result: StudyResult, max_cells: int | None = None) -> Table:
-    """A row per cell, at most so many: the mean score on the test set with half of the interval of
-    a repetition, the largest epsilon that holds, and the values that the cell was tuned to.
+def cells_table(result: StudyResult) -> Table:
+    """A row per cell, at most `ROWS`: the mean score on the test set with half of the interval of a
+    repetition, the largest epsilon that holds, and the values that the cell was tuned to.
     """
     study = result.study
     rows = result.results.to_pylist()
@@ -306,7 +302,7 @@ def cells_table(result: StudyResult, max_cells: int | None = None) -> Table:
         choices = resamples_by_cell.setdefault(tuple(row[name] for name in names), {})
         key = tuple(map(int, row["tuning_seeds"].split()))
         choices.setdefault(key, {})[row["seed"]] = score(row)
-    for place, seeds in [*cells.items()][:max_cells]:
+    for place, seeds in [*cells.items()][:ROWS]:
         values = {row["seed"]: score(row) for row in seeds}
         spread = SeedValues(values, resamples_by_cell.get(place, {})).spread()
         mean = metric_columns.number(metric, spread.mean) if spread.count else ""

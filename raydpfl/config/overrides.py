@@ -180,9 +180,7 @@ def value_at(tree: Mapping[str, Any], key: str) -> Any:
 
 
 def copy_tree(tree: Any) -> Any:
-    """A copy of a tree of mappings and lists, in which what stood in several places (by an anchor
-    of YAML) is a copy for each.
-    """
+    """A copy of a tree, with a copy for each place of what stood in several (by YAML's anchors)."""
     if isinstance(tree, dict):
         return {key: copy_tree(value) for key, value in tree.items()}
     return [copy_tree(value) for value in tree] if isinstance(tree, list) else tree

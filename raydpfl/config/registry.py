@@ -90,9 +90,7 @@ class Member(Section):
 
     @classmethod
     def is_placeholder(cls) -> bool:
-        """Whether this stands for a class that was not imported: its keys are as in the config,
-        without defaults.
-        """
+        """Whether the class was not imported: its keys are as in the config, without defaults."""
         return cls.__name__ == "Unread"
 
 

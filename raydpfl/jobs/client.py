@@ -202,9 +202,7 @@ class JobServer:
         return 0 if details.status == "SUCCEEDED" else details.driver_exit_code or 1
 
     def stop(self, job: str) -> None:
-        """Stops a job as Ctrl-C would: after the current round, with a checkpoint. Returns at
-        once.
-        """
+        """Stops a job as Ctrl-C would: after its round, with a checkpoint. Returns at once."""
         self.run_of(job)
         with self._refusals():
             self._client.stop_job(job)

@@ -54,9 +54,7 @@ class Submission:
 
 
 def read(config: str | Path, overrides: Sequence[str] = ()) -> Submission:
-    """The config of a file, or of the directory of a run or a sweep, with `overrides`. Raises
-    `ConfigError`.
-    """
+    """The config of a file, or of the directory of a run or a sweep. Raises `ConfigError`."""
     path = Path(config).absolute()
     if path.is_dir():
         candidates = [path / name for name in ("config.yaml", "sweep.yaml")]
@@ -106,9 +104,7 @@ def pack(
 
 
 def stage_job(tree: Mapping[str, Any], files: Files, stage: Path) -> dict[str, Any]:
-    """Ray's runtime environment of a job: the config `tree`, the files to send, and this package,
-    copied into the folder `stage`.
-    """
+    """Ray's runtime environment of a job: config, files and this package, copied into `stage`."""
     work, package = stage / "work", stage / "raydpfl"
     copy(files, work)
     (work / "config.yaml").write_text(dump(tree))
@@ -227,9 +223,7 @@ def _check_size(files: Files) -> None:
 
 
 def _replace_names(value: Any, names: Mapping[tuple[str, str], str], key: str = "") -> Any:
-    """A tree with other values in the place of some, each known by its key (or that of the search
-    space it is in).
-    """
+    """A tree with other values in place of some, known by their keys (or their search spaces')."""
     if isinstance(value, Mapping):
         keys = {name: key if name in SPACES else name for name in value}
         return {name: _replace_names(child, names, keys[name]) for name, child in value.items()}

@@ -312,7 +312,7 @@ class ActorPool:
     def _handle_timeout(self, call: _Call, patience: Patience, method: str) -> bool:
         """Whether a late call's actor was replaced; `RunError` for one late too often."""
         seconds = 0.0 if patience.certain else WATCH
-        busy, client = _query_activity(self._facts.get(call.actor), seconds)
+        busy, client = _query_activity(self._facts[call.actor], seconds)
         if busy and not patience.certain:
             call.deadline = time.monotonic() + call.patience
             return False
@@ -344,12 +344,11 @@ class ActorPool:
             ray.kill(actor)
 
 
-def _query_activity(facts: Started | None, seconds: float) -> tuple[bool, int]:
+def _query_activity(facts: Started, seconds: float) -> tuple[bool, int]:
     """Whether an actor takes CPU time, and the client in training there (-1: none known)."""
     with suppress(RayError):
-        if facts is not None:
-            look = pin_to_node(_process_activity, facts.node, max_retries=0)
-            return ray.get(look.remote(facts.pid, facts.progress, seconds), timeout=START_SECONDS)
+        look = pin_to_node(_process_activity, facts.node, max_retries=0)
+        return ray.get(look.remote(facts.pid, facts.progress, seconds), timeout=START_SECONDS)
     return False, -1
 
 

@@ -282,9 +282,7 @@ class CoordinatorActor(Coordinator):
         pass
 
     def begin(self, plan: bytes, path: tuple[str, ...], *arguments: Any) -> tuple[int, list[str]]:
-        """As `start`, of a pickled plan and what else a coordinator is made of. `path`: where the
-        user's modules are found.
-        """
+        """As `start`, of a pickled plan and what else it takes. `path`: of the user's modules."""
         search(path)
         tune_allocator()
         super().__init__(pickle.loads(plan), *arguments)

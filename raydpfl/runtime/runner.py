@@ -201,9 +201,7 @@ def hold_folder(folder: Path, patience: float = 1.0) -> Iterator[None]:
 
 @dataclass
 class _Drive:
-    """All rounds of a run, and its summary; whatever ends the run, the clients stop and the
-    directory says how it ended.
-    """
+    """All rounds of a run and its summary; however it ends, the directory says how."""
 
     call: Call  # calls a method of the coordinator
     plan: Plan

@@ -105,8 +105,7 @@ class Session:
 
         cluster_address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
         try:
-            if _host_and_port(cluster_address):  # Ray itself would try for minutes
-                _greet(cluster_address)
+            _greet(cluster_address)  # Ray itself would try for minutes
             _init(address, options)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ConfigError("--address", address, f"the address of {ENTRY}: {error}") from None
@@ -231,16 +230,12 @@ def _init(address: str, options: dict[str, Any]) -> None:
     signals.check()
 
 
-def _host_and_port(address: str) -> tuple[str, int] | None:
-    host, _, port = address.rpartition(":")
-    return (host.rpartition("/")[2].strip("[]"), int(port)) if host and port.isdigit() else None
-
-
 def _greet(address: str) -> None:
-    """Raises OSError unless a server of gRPC answers at host:port."""
-    place = _host_and_port(address)
-    if place is None:
-        raise OSError(f"{address} names no port")
+    """Raises OSError unless a server of gRPC answers at host:port, or it is another address."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        return
+    place = (host.rpartition("/")[2].strip("[]"), int(port))
     with socket.create_connection(place, timeout=ANSWER) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
             return

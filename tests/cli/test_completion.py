@@ -11,6 +11,7 @@ from conftest import SMALL
 
 from raydpfl import experiment
 from raydpfl.cli import completion
+from raydpfl.cli.commands import data
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_kinds_members_and_studies_are_completed():
         assert "yogi" in completion.kinds_after_colon(context, last)
     assert completion.studies("002/fig1") == ["002/fig1", "002/fig1-network"]
     assert "all" in completion.studies("")
-    assert completion.family_completer("data")("cifar100") == ["cifar100"]
+    assert data.DATA("cifar100") == ["cifar100"]
 
 
 def test_the_table_of_fields_is_kept_until_the_code_changes(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ SOME = "Some of them, or import paths of your own classes."
 FETCHED = "One whose place raydpfl data list names raydpfl data fetch."
 DESCRIBED = "A config and fields to change; or data files, or a folder, and fields of data."
 PICTURE = "A picture of the classes of each client: a file .svg, .png or .pdf."
-DATA = completion.family_completer("data")
+DATA = completion.completer(lambda: completion.fields()["data"])
 
 
 def list_kinds(
