@@ -66,7 +66,3 @@ def main() -> None:
         sys.argv.insert(1, "--debug")
     sys.path.insert(0, "")  # a user's own members are found where the command is run
     exit_codes.carry_out(partial(app, standalone_mode=False))
-
-
-if __name__ == "__main__":
-    main()

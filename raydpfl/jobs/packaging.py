@@ -83,7 +83,10 @@ def pack(
         stored_folder: a folder in which a run directory has kept such modules.
         files_on_cluster: the files that the config names lie on the cluster and are not sent.
     """
-    files = user_modules(working_folder, *([stored_folder] if stored_folder else []))
+    folders = [working_folder, *([stored_folder] if stored_folder else [])]
+    files = {name: path for folder in folders for name, path in _modules_of(folder).items()}
+    for folder in folders:
+        _check_modules(folder, files)
     sizes = dict(files)
     _check_size(sizes)
     sources = () if files_on_cluster else experiments
@@ -122,15 +125,8 @@ def copy(files: Files, stage: Path) -> None:
         shutil.copyfile(path, stage / name, follow_symlinks=False)
 
 
-def user_modules(*folders: Path) -> Files:
-    """The files of the modules and packages of these folders that have been imported."""
-    files = {name: path for folder in folders for name, path in _modules_of(folder).items()}
-    for folder in folders:
-        _check_modules(folder, files)
-    return files
-
-
 def _modules_of(folder: Path) -> Files:
+    """The files of the modules and packages of a folder that have been imported."""
     files: Files = {}
     try:
         project = tomllib.loads((folder / "pyproject.toml").read_text())

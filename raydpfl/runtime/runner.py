@@ -53,10 +53,7 @@ MISSING = "interrupted before its measures ({}) were computed; --resume computes
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run. `out` is its directory, or the address of that; `experiment` is complete, as
-    its config is written; `rounds` is the rounds table, `summary` what `summary.json` holds,
-    `model` the trained module.
-    """
+    """A finished run; its fields are as `raydpfl.Result` says."""
 
     out: Path | str
     experiment: Experiment

@@ -1,4 +1,6 @@
-"""`raydpfl kinds` says what the classes say; a misspelt or foreign key is answered with ours."""
+"""`raydpfl kinds` says what the classes say, in words and as a JSON Schema; a misspelt or foreign
+key is answered with ours.
+"""
 
 import ast
 import json
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import messages
+from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
 import raydpfl
@@ -15,6 +18,7 @@ from raydpfl import Experiment, experiment
 from raydpfl.cli import kinds
 from raydpfl.cli.app import app
 from raydpfl.config.hints import FOREIGN, METHODS
+from raydpfl.config.yaml import read
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants import ACCOUNTANTS
 
@@ -129,3 +133,63 @@ def test_papers_are_named_by_author_and_year():
     assert not re.findall(r"(?<![\d.,])00[0-3]\b.{0,9}", text)
     for name, member in ACCOUNTANTS.items():
         assert not re.search("00[0-3]", f"{name} {member.label}")
+
+
+# The JSON Schema of a config takes what the reader of configs takes, and refuses misspelt keys.
+
+CONFIGS = sorted((ROOT / "experiments").glob("*.yaml"))
+FAMILIES = [name for name, spec in experiment.SECTIONS.items() if spec.family and "." not in name]
+VALIDATOR = Draft202012Validator(kinds.config_schema())
+SHORT_FORMS = [
+    {"data": {"kind": "table", "train": "a.csv", "x": "image", "classes": [1, 2]}},
+    {"data": {"kind": "table", "train": "a.csv", "x": ["a", "b"], "classes": 2}},
+    {"model": {"kind": "mlp", "hidden": 100}},
+    {"model": {"kind": "mlp", "hidden": [100, 50]}},
+]
+USER_DEFINED = [
+    {"bounding": {"kind": "mine:Tanh", "bound": 1.0, "softness": [1, 2]}},
+    {"model": {"kind": "torch.nn:Linear", "args": {"in_features": 3, "out_features": 2}}},
+    {"personal": {"proximal": 0.1}, "evaluate": {"metrics": ["auc", {"kind": "mine:F2"}]}},
+    {"privacy": {"accountants": "pld"}, "measure": ["clients", {"kind": "bounding"}]},
+    {"noise": {"kind": "gaussian", "epsilon": {"kind": "uniform", "low": 1, "high": 2}}},
+]
+REFUSED = [
+    {"slection": {"kind": "full"}},
+    {"bounding": {"kind": "clip", "bond": 1.0}},
+    {"bounding": {"kind": "clip"}},
+    {"bounding": {"kind": "clip", "bound": 0}},
+    {"noise": {"kind": "gumbel", "std": 1.0}},
+    {"data": {"kind": "synthetic", "partition": {"kind": "dirichlet", "alpha": 1.0}}},
+    {"evaluate": {"metrics": ["aucc"]}},
+    {"client": {"precision": "float16"}},
+    {"rounds": "many"},
+]
+
+
+@pytest.mark.slow
+def test_it_is_a_schema_and_the_command_prints_it():
+    printed = json.loads(CliRunner().invoke(app, ["kinds", "--schema"]).output)
+    Draft202012Validator.check_schema(printed)
+    assert printed == json.loads(json.dumps(VALIDATOR.schema))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_is_valid_as_it_is_written_and_with_its_defaults(path):
+    VALIDATOR.validate(read(path))
+    VALIDATOR.validate(json.loads(json.dumps(Experiment.from_yaml(path).to_dict())))
+
+
+@pytest.mark.parametrize("section", FAMILIES)
+def test_every_example_of_a_member_is_valid(section):
+    several = section in ("measure", "track")
+    for kind, cls in experiment.SECTIONS[section].family.items():
+        for example in cls.examples:
+            given = json.loads(json.dumps({"kind": kind, **example}))
+            needed = {name for name, each in cls.model_fields.items() if each.is_required()}
+            if needed <= given.keys():
+                VALIDATOR.validate({section: [given] if several else given})
+
+
+@pytest.mark.parametrize("config", [*SHORT_FORMS, *USER_DEFINED, *REFUSED], ids=str)
+def test_a_misspelt_key_and_a_wrong_value_are_refused_and_no_short_form_or_own_class(config):
+    assert VALIDATOR.is_valid(config) == (config not in REFUSED)
