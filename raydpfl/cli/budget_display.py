@@ -189,12 +189,12 @@ def _columns(budget: PersonalBudget) -> dict[str, str]:
 def _spread(budget: PersonalBudget, names: dict[str, str]) -> Table:
     delta = budget.mechanism.delta
     title = f"Epsilon of a client's samples at delta {delta:g}: quantiles over clients"
-    quantiles = {name: budget.quantiles(name) for name in names} if budget.rows else {}
-    lines = [
-        (f"{share:.0%}", [column[place] for column in quantiles.values()])
-        for place, share in enumerate(SHARES)
-    ]
-    return _client_table(title, "share", names, lines if budget.rows else [])
+    lines = {}
+    if budget.rows:
+        quantiles = [budget.quantiles(name) for name in names]
+        for place, share in enumerate(SHARES):
+            lines[f"{share:.0%}"] = [column[place] for column in quantiles]
+    return _client_table(title, "share", names, lines)
 
 
 def _worst(budget: PersonalBudget, names: dict[str, str]) -> Table:
@@ -202,18 +202,19 @@ def _worst(budget: PersonalBudget, names: dict[str, str]) -> Table:
     columns = (name for name in names if name.startswith("epsilon_") and name != "epsilon_claimed")
     key = next(columns, "noise_std")
     worst_rows = sorted(budget.private_rows, key=lambda row: row[key], reverse=True)[:MOST_ROWS]
-    lines = [(str(row["client"]), [row[name] for name in names]) for row in worst_rows]
+    lines = {str(row["client"]): [row[name] for name in names] for row in worst_rows}
     return _client_table(f"The {len(worst_rows)} clients that spend most", "client", names, lines)
 
 
 def _client_table(
-    title: str, label_heading: str, names: dict[str, str], lines: list[tuple[str, list[Any]]]
+    title: str, heading: str, names: dict[str, str], lines: dict[str, list[Any]]
 ) -> Table:
+    """A table of numbers; the first column has the keys of `lines`."""
     table = guarantee_table.plain(title)
-    table.add_column(label_heading, no_wrap=True)
-    rows = [["-" if value is None else f"{value:.4g}" for value in values] for _, values in lines]
+    table.add_column(heading, no_wrap=True)
+    rows = [["-" if value is None else f"{value:.4g}" for value in row] for row in lines.values()]
     guarantee_table.add_numbers(table, [*names.values()], rows)
-    for (label, _), row in zip(lines, rows, strict=True):
+    for label, row in zip(lines, rows, strict=True):
         table.add_row(label, *row)
     return table
 

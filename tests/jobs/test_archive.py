@@ -96,24 +96,17 @@ def test_what_lies_in_the_destination_leads_nowhere_else(tmp_path):
     assert not any(away.iterdir())
 
 
-def server_of(metadata: dict, **more) -> submit.JobServer:
-    """A job server whose head says this of its jobs."""
-    made = server(**more)
-    made._client.metadata = metadata
-    return made
-
-
 def test_a_head_has_no_say_in_where_a_run_directory_goes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))  # which has no notes of jobs
     (tmp_path / "site-packages").mkdir()
     data = packed(FOLDER, member("job/data"))
     metadata = {"run": "job", "out": str(tmp_path / "site-packages")}
-    assert server_of(metadata, fetched=data).fetch("job") == submit.Path("runs/job")
+    assert server(fetched=data, metadata=metadata).fetch("job") == submit.Path("runs/job")
     assert list((tmp_path / "site-packages").iterdir()) == []
     for run in ("../../evil", "/tmp/evil", "a/b", "..", "", 3, "a b; touch evil", "\x1b[2J"):
         with pytest.raises(RunError, match="names the run of job2 as no run of ours is named"):
-            server_of({"run": run}, fetched=data).fetch("job2", tmp_path / "out")
+            server(fetched=data, metadata={"run": run}).fetch("job2", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     for job in ("../job", "job/../..", ".job", "a b"):
         with pytest.raises(ConfigError, match="the id of a job"):
@@ -127,7 +120,7 @@ def test_a_job_comes_back_to_where_this_machine_remembers_it(tmp_path, monkeypat
     data = packed(member(f"{job}/data"), member(f"{job}/job.json", b'{"run": "evil"}'))
     monkeypatch.chdir("/")
     metadata = {"run": "evil", "out": "/tmp/evil"}
-    assert server_of(metadata, fetched=data).fetch(job) == tmp_path / "mine"
+    assert server(fetched=data, metadata=metadata).fetch(job) == tmp_path / "mine"
     assert json.loads((tmp_path / "mine" / "job.json").read_text())["run"] == job
 
 

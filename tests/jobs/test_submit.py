@@ -262,18 +262,16 @@ def test_an_out_directory_that_holds_anything_else_is_refused(tmp_path):
 class Client:
     """A job server in this process, of one job. `output`: what it has printed at each look, or the
     error that this raises; `fetched`: the archive of its run directory, None: there is none. It
-    runs until the last look, and ends with `code`.
+    runs until the last look, and ends with `code`. `metadata`: of each of its jobs.
     """
 
     # how many jobs were handed in, and how many of them came too early
     asked = 0
     early = 0
 
-    def __init__(self, output, fetched, code):
+    def __init__(self, output, fetched, code, metadata):
         self.output = list(output)
-        self.metadata = {"run": "job"}  # of each of its jobs
-        self.fetched = fetched
-        self.code = code
+        self.fetched, self.code, self.metadata = fetched, code, metadata
 
     def get_job_logs(self, job):
         piece = self.output.pop(0) if self.output else ""
@@ -308,10 +306,10 @@ class Client:
         )
 
 
-def server(*output, fetched=None, code=0) -> submit.JobServer:
+def server(*output, fetched=None, code=0, metadata=None) -> submit.JobServer:
     made = object.__new__(submit.JobServer)
     made.address = submit.ADDRESS
-    made._client = Client(output, fetched, code)
+    made._client = Client(output, fetched, code, metadata or {"run": "job"})
 
     def download(node, name, into):
         into.write(fetched)
