@@ -17,42 +17,35 @@ from raydpfl import errors
 from raydpfl.core import signals
 
 DEBUG = "RAYDPFL_DEBUG"  # in the environment: errors show all frames
-
-
-class _CurrentCommand:
-    """What this process carries out, if it can be resumed, and in which directory, once known."""
-
-    command = ""
-    folder: Path | str | None = None
+# the command that this process carries out, if it can be resumed, and its directory, once known
+_current: list[tuple[str, Path | str | None]] = []
 
 
 @contextmanager
 def resumable(folder: Path | str | None, command: str = "run") -> Iterator[None]:
     """Within it an interrupt says how to go on with what is in `folder`."""
-    _CurrentCommand.command = command
-    _CurrentCommand.folder = folder
+    _current[:] = [(command, folder)]
     yield
-    _CurrentCommand.command = ""
+    _current.clear()
 
 
 def interrupt_message(error: str = "") -> str:
     """What is said of an interrupt, by which something may have failed."""
     message = f"interrupted ({error})" if error else "interrupted"
-    folder = _CurrentCommand.folder
-    if not _CurrentCommand.command:
+    if not _current:
         return message
+    command, folder = _current[0]
     if folder is None:
         return f"{message}; what had begun goes on with --resume"
     is_local = "://" not in str(folder)
     if is_local and not (os.path.isdir(folder) and os.listdir(folder)):
         return f"{message} before its first round was done; nothing is left of it"
-    command = f"raydpfl {_CurrentCommand.command} {shlex.quote(str(folder))} --resume"
-    return f"{message}; go on with: {command}"
+    return f"{message}; go on with: raydpfl {command} {shlex.quote(str(folder))} --resume"
 
 
 def carry_out(command: Callable[[], object]) -> None:
     """Does what the command line asks for, and exits with its code unless that is 0."""
-    _CurrentCommand.command = ""
+    _current.clear()
     # Both signals ask to stop, also where SIGINT was ignored at the start, which Python alone would
     # leave ignored: a script's `raydpfl ... &`, CI, a batch system before its time limit.
     with signals.handle_signals():

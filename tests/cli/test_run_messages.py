@@ -135,18 +135,19 @@ def test_all_frames_are_shown_where_they_are_asked_for(small, own_module, monkey
     assert "raydpfl/cli/exit_codes.py" in said and "in factor" in said
 
 
-@pytest.mark.parametrize(
-    ("sections", "hook"),
-    [
-        ({"server": {"kind": "raising:Mine"}}, "Mine.direction, round 0"),
-        ({"bounding": {"kind": "raising:Rule", "bound": 1.0}}, "Rule.factor, round 0"),
-        ({"weights": {"kind": "raising:Weigh"}}, "Weigh.of"),
-    ],
-)
-def test_a_hook_is_named_with_its_round(sections, hook, own_module, tmp_path):
+RAISING = {
+    "Mine.direction, round 0": {"server": {"kind": "raising:Mine"}},
+    "Rule.factor, round 0": {"bounding": {"kind": "raising:Rule", "bound": 1.0}},
+    "Reads.factor, round 0": {"bounding": {"kind": "raising:Reads", "bound": 1.0}},
+    "Weigh.of": {"weights": {"kind": "raising:Weigh"}},
+}
+
+
+@pytest.mark.parametrize("hook", ["Mine.direction, round 0", "Rule.factor, round 0", "Weigh.of"])
+def test_a_hook_is_named_with_its_round(hook, own_module, tmp_path):
     place = own_module("raising", HOOKS)
     with pytest.raises(RunError) as failed:
-        run(experiment(**sections), tmp_path / "o")
+        run(experiment(**RAISING[hook]), tmp_path / "o")
     first, source, where, *_ = str(failed.value).splitlines()
     assert first.startswith(f"{place}:") and first.endswith(": KeyError: 'x'")
     assert source == '    return {}["x"]' and where == f"in {hook}"
@@ -194,13 +195,9 @@ class Mine(Server):
 
 def test_what_is_raised_on_an_actor_is_told_as_here(own_module, tmp_path, shared_ray):
     place = own_module("raising", HOOKS)
-    for sections, hook in (
-        ({"bounding": {"kind": "raising:Rule", "bound": 1.0}}, "Rule.factor, round 0"),
-        ({"bounding": {"kind": "raising:Reads", "bound": 1.0}}, "Reads.factor, round 0"),
-        ({"server": {"kind": "raising:Mine"}}, "Mine.direction, round 0"),
-    ):
+    for hook in [*RAISING][:3]:
         with pytest.raises(RunError) as failed:
-            run(experiment(client={"actors": 1}, **sections), tmp_path / hook)
+            run(experiment(client={"actors": 1}, **RAISING[hook]), tmp_path / hook)
         first, _, where, *_ = brief_traceback(str(failed.value)).splitlines()
         assert first.startswith(f"{place}:") and where == f"in {hook}"
 
