@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from raydpfl.cli import exit_codes
-from raydpfl.cli.commands import data, display, privacy, run, search
+from raydpfl.cli.commands import data, privacy, reference, report, run, search
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,8 +23,8 @@ app = typer.Typer(
 )
 COMMANDS: list[Callable[..., None]] = []
 COMMANDS += [run.run, run.new, run.export, search.sweep, search.reproduce, run.submit]
-COMMANDS += [display.show, privacy.budget, privacy.audit, display.check, display.kinds]
-COMMANDS += [display.report, display.compare]
+COMMANDS += [reference.show, privacy.budget, privacy.audit, reference.check, reference.kinds]
+COMMANDS += [report.report, report.compare]
 for command in COMMANDS:
     app.command()(command)
 datasets = typer.Typer(no_args_is_help=True, help="What there is to train on.")
