@@ -14,8 +14,9 @@ are the first rounds of any block. Printed for each:
   can do in that wall time, all cores at the speed of one thread's `torch.mm` of float32 matrices of
   2048 rows; `(cpu)` over those that its processor time can. Whoever needs fewer FLOPs than a plain
   loop may pass 100 %.
-- `MB`: the largest sum of the memory of all its processes, sampled, and `largest` that of a single
-  process. A page that n processes share counts as 1/n in each (Linux's proportional set size).
+- `MB`: the largest sum of the memory of all its processes, sampled, and `client` that of a process
+  that trains clients. A page that n processes share counts as 1/n in each (Linux's proportional set
+  size).
 - `start`: seconds from the command to the end of the first round.
 - `loss` on the first 1,000 rows after as many rounds for all: that they do the same work.
 
@@ -234,14 +235,14 @@ def has(peer: str, python: str) -> bool:
 @dataclass(frozen=True)
 class Block:
     """Some rounds of a contender: the start and the seconds of its rounds, those of the processor
-    and of the clock a round, and the peak memory in MB, of all processes and of the largest.
+    and of the clock a round, and the peak memory in MB, of all processes and of one that trains.
     """
 
     startup: float
     walls: list[float]
     processor: float
     memory: float
-    largest: float
+    client: float
     loss: float
 
 
@@ -261,28 +262,33 @@ def processor_seconds(process: psutil.Process) -> float:
 
 
 class Memory:
-    """The peak of the memory of a process and all below it, and of one of them, in MB."""
+    """The peak of the memory of a process and all below it, and of the largest that trains clients,
+    in MB: of Ray's actors where there are some, else of all.
+    """
 
     def __init__(self, process: psutil.Process):
         self.process = process
-        self.peak = self.largest = 0.0
+        self.peak = self.largest = self.actor = 0.0
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
 
     def _watch(self) -> None:
         while not self.ended.wait(SAMPLED):
-            sizes = [0.0]
+            total = 0.0
             for each in tree(self.process):
                 with suppress(psutil.NoSuchProcess):
-                    sizes.append(each.memory_full_info().pss / 1e6)
-            self.peak = max(self.peak, sum(sizes))
-            self.largest = max(self.largest, *sizes)
+                    size = each.memory_full_info().pss / 1e6
+                    total += size
+                    self.largest = max(self.largest, size)
+                    if "ray::Client" in "".join(each.cmdline()):
+                        self.actor = max(self.actor, size)
+            self.peak = max(self.peak, total)
 
     def stop(self) -> tuple[float, float]:
         self.ended.set()
         self.thread.join()
-        return self.peak, self.largest
+        return self.peak, self.actor or self.largest
 
 
 def stop(process: psutil.Process) -> None:
@@ -345,13 +351,13 @@ def run_block(contender: Contender, work: Work, net: str, folder: Path, timeout:
         watched = psutil.Process(process.pid)
         memory = Memory(watched)
         ends, marks, loss = heard(process, watched, contender.rounds)
-        peak, largest = memory.stop()
+        peak, client = memory.stop()
     if len(ends) != contender.rounds:
         raise SystemExit(f"{contender.name} told of {len(ends)} of {contender.rounds} rounds")
     rounds = len(ends) - WARM
     walls = np.diff(ends)[WARM - 1 :].tolist()
     processor = max(marks[1] - marks[0], TICK) / rounds
-    return Block(ends[0] - began, walls, processor, peak, largest, loss)
+    return Block(ends[0] - began, walls, processor, peak, client, loss)
 
 
 def heard(
@@ -428,7 +434,7 @@ def summary(contender: Contender, work: Work, peak_flops: float, cores: int) -> 
         "share_of_peak": work.flops / (wall * peak_flops * cores),
         "share_of_peak_processor": work.flops / (processor * peak_flops),
         "peak_mb": max(block.memory for block in blocks),
-        "largest_process_mb": max(block.largest for block in blocks),
+        "client_mb": max(block.client for block in blocks),
         "startup_seconds": median(block.startup for block in blocks),
         "loss": contender.loss,
         "rounds": contender.rounds - WARM,
@@ -458,7 +464,7 @@ def ratios(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 HEAD = (
     f"{'job':14}{'contender':25}{'wall':>9}{'processor':>10}{'of peak':>8}{'(cpu)':>7}"
-    f"{'MB':>6}{'largest':>8}{'start':>6}{'loss':>7}"
+    f"{'MB':>6}{'client':>8}{'start':>6}{'loss':>7}"
 )
 
 
@@ -466,7 +472,7 @@ def row(job: str, each: dict[str, Any]) -> str:
     wall = each["wall_seconds"] * 1e3
     processor = each["processor_seconds"] * 1e3
     shares = f"{each['share_of_peak']:>8.1%}{each['share_of_peak_processor']:>7.1%}"
-    memory = f"{each['peak_mb']:>6,.0f}{each['largest_process_mb']:>8,.0f}"
+    memory = f"{each['peak_mb']:>6,.0f}{each['client_mb']:>8,.0f}"
     rest = f"{memory}{each['startup_seconds']:>6.1f}{each['loss']:>7.4f}"
     return f"{job:14}{each['name']:25}{wall:>9,.1f}{processor:>10,.1f}{shares}{rest}"
 
