@@ -65,7 +65,7 @@ class OneByOne(Backend):
             out.view(view.shape).copy_(view)
         if chunk.starts is not None:
             chunk.starts.final[slot, : len(parameters)] = final
-        return final - chunk.start(parameters, slot)[: len(parameters)], loss
+        return final.sub_(chunk.start(parameters, slot)[: len(parameters)]), loss
 
     @contextmanager
     def _seed_generators(self, chunk: ChunkData, slot: int) -> Iterator[None]:
