@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import experiment, form, refusal
-from test_same_bits import assert_same_bits
+from test_same_bits import assert_same_bits, bits_of
 
 from raydpfl import models, run
 from raydpfl.check.runs import run_plan
@@ -118,11 +118,11 @@ def test_what_a_module_draws_is_keyed_by_its_client(name, clipped, tmp_path):
     few = {"rounds": 2, "data": {"clients": 12}, "selection": {"cohort": 6}}
     plan = resolve(of(name, **few, **(CLIPPED if clipped else {})))
     seed(1)
-    inline = run_plan(plan, tmp_path / "inline")
+    inline = bits_of(run_plan(plan, tmp_path / "inline"))
     after = states()
     seed(2)
     for actors in (0, 3):
-        assert_same_bits(run_plan(plan, tmp_path / str(actors), actors), inline)
+        assert_same_bits(bits_of(run_plan(plan, tmp_path / str(actors), actors)), inline)
     seed(1)
     assert states() == after
 
@@ -171,9 +171,9 @@ def test_a_learning_rate_that_is_drawn_is_refused(tmp_path):
 
 def test_a_bounding_that_draws_is_keyed_by_its_client(tmp_path):
     plan = resolve(experiment(bounding={"kind": "own_modules:Loose", "bound": 1.0}))
-    inline = run_plan(plan, tmp_path / "inline")
+    inline = bits_of(run_plan(plan, tmp_path / "inline"))
     for actors in (0, 3):
-        assert_same_bits(run_plan(plan, tmp_path / str(actors), actors), inline)
+        assert_same_bits(bits_of(run_plan(plan, tmp_path / str(actors), actors)), inline)
 
 
 def test_the_error_is_one_line(tmp_path, complain):
