@@ -54,7 +54,8 @@ PAPERS = {
     "simulators": (
         "workloads of other simulators",
         "What the field's simulators publish about themselves, and two comparisons from their "
-        "papers, on data that are here: the same clients, cohorts, batches, rates and nets. "
+        "papers, on data that are here: at scale `paper` with the same clients, cohorts, batches, "
+        "rates and nets. "
         "`docs/simulators.md` has their numbers beside ours.",
     ),
 }
@@ -142,7 +143,8 @@ def _section(name: str, folder: Path) -> str:
     if summary["scale"] == "paper":
         parts = [f"## {name} at the paper's size"]
     if folder == _folders(name)[0]:
-        parts += [f"*The paper.* {_line(about['shows'])}", f"*Chosen here.* {_line(about['lost'])}"]
+        subject = "What is asked" if name.startswith("simulators") else "The paper"
+        parts += [f"*{subject}.* {_line(about['shows'])}", f"*Chosen here.* {_line(about['lost'])}"]
     parts.append(_facts(folder, summary))
     tables = ["claims.md", *sorted(path.name for path in folder.glob("table-test*.md"))]
     tables += sorted(path.name for path in folder.glob("table-s*.md"))
@@ -159,13 +161,17 @@ def _line(text: str) -> str:
 
 
 def _table(path: Path) -> str:
-    """A table without its caption."""
-    return "\n".join(row for row in path.read_text().splitlines() if row.startswith("|"))
+    """A table below its title, without the rest of its caption."""
+    caption, *lines = path.read_text().splitlines()
+    title = caption[: caption.index("**", 2) + 2]
+    return "\n".join([title, "", *(row for row in lines if row.startswith("|"))])
 
 
 def _facts(folder: Path, summary: dict[str, Any]) -> str:
-    runs, tried = summary["final"]["runs"], summary["tried"]["runs"]
-    text = f"*Run.* Scale {summary['scale']}, {tried} runs to choose values by, {runs} final ones"
+    runs, tried = summary["final"]["runs"], summary["tried"]
+    failed_count = f" ({tried['failed']} failed)" if tried["failed"] else ""
+    text = f"*Run.* Scale {summary['scale']}, {tried['runs']} runs to choose values by"
+    text += f"{failed_count}, {runs} final ones"
     text += f" with seeds {summary['seeds'][0]} to {summary['seeds'][-1]}"
     by = summary["computed_by"]
     text += f", {summary['seconds']:.0f} seconds; commit {by['commit']}."
