@@ -17,24 +17,32 @@ from raydpfl import errors
 from raydpfl.core import signals
 
 DEBUG = "RAYDPFL_DEBUG"  # in the environment: errors show all frames
-# the command that this process carries out, if it can be resumed, and its directory, once known
-_current: list[tuple[str, Path | str | None]] = []
+
+
+class _CurrentCommand:
+    """What this process carries out, if it can be gone on with, and in which directory, if that is
+    known yet.
+    """
+
+    command = ""
+    folder: Path | str | None = None
 
 
 @contextmanager
 def resumable(folder: Path | str | None, command: str = "run") -> Iterator[None]:
     """Within it an interrupt says how to go on with what is in `folder`."""
-    _current[:] = [(command, folder)]
+    _CurrentCommand.command = command
+    _CurrentCommand.folder = folder
     yield
-    _current.clear()
+    _CurrentCommand.command = ""
 
 
 def interrupt_message(error: str = "") -> str:
     """What is said of an interrupt, by which something may have failed."""
     message = f"interrupted ({error})" if error else "interrupted"
-    if not _current:
+    command, folder = _CurrentCommand.command, _CurrentCommand.folder
+    if not command:
         return message
-    command, folder = _current[0]
     if folder is None:
         return f"{message}; what had begun goes on with --resume"
     is_local = "://" not in str(folder)
@@ -45,7 +53,7 @@ def interrupt_message(error: str = "") -> str:
 
 def carry_out(command: Callable[[], object]) -> None:
     """Does what the command line asks for, and exits with its code unless that is 0."""
-    _current.clear()
+    _CurrentCommand.command = ""
     # Both signals ask to stop, also where SIGINT was ignored at the start, which Python alone would
     # leave ignored: a script's `raydpfl ... &`, CI, a batch system before its time limit.
     with signals.handle_signals():

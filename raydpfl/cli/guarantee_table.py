@@ -53,8 +53,13 @@ def table(
     main_guarantee: Guarantee | None = None,
     bold: Sequence[Guarantee] = (),
 ) -> Table:
-    """A table, in 80 columns, of guarantees and their numbers in print. The row of `main_guarantee`
-    has a `>` in front; the numbers of those in `bold` stand out.
+    """A table whose numbers of all accountants fit in 80 columns.
+
+    Args:
+        cells: guarantees, each with its number in print.
+        title: what stands above.
+        main_guarantee: the one whose row has a `>` in front.
+        bold: those whose numbers stand out.
     """
     rows = by_observer(cells)
     several = len({row.relation for row in rows}) > 1

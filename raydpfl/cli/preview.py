@@ -58,11 +58,17 @@ class Preview:
 def preview(
     target: str, overrides: Sequence[str] = (), timing: bool = False, root: Path | None = None
 ) -> Preview:
-    """What a YAML file, the directory of a run, a sweep or a study, or a study's name asks for.
+    """What a file, a directory or the name of a study asks for.
 
-    With `timing` what it names is imported, the data (under `root`) are prepared, the plan of every
-    setting is put together, and a round of each kind of run is timed that was not timed here yet.
-    Raises `ConfigError` for what is none of these, and for a `root` that nothing reads.
+    Args:
+        target: a YAML file, the directory of a run, a sweep or a study, or a study's name.
+        overrides: as `section.key=value`; none for a study.
+        timing: imports what it names, prepares the data, puts the plan of every setting together,
+            and times a round of each kind of run that was not timed here before.
+        root: where data sets lie.
+
+    Raises:
+        ConfigError: for what is no experiment, sweep or study, and for a `root` that nothing reads.
     """
     imports = None if timing else ()
     path = _path(target)
@@ -315,9 +321,14 @@ def default_keys(
     kind: Any = None,
     place: Key = (),
 ) -> Iterator[Key]:
-    """The keys that a config leaves, or puts, at their defaults: of the section, or experiment, at
-    `place` whose tree is `values` (a kind alone; None: all keys are missing). `kinds`: the fields
-    of default sections, as `raydpfl.experiment.DEFAULTS`. `kind`: its own default kind.
+    """The keys that a config leaves, or puts, at their defaults.
+
+    Args:
+        section: an experiment, or one of its sections.
+        values: its tree, in which keys may be missing; a kind alone; or None.
+        kinds: the fields of default sections, as `raydpfl.experiment.DEFAULTS`.
+        kind: the default kind of the section.
+        place: the names that lead to it.
     """
     if not isinstance(values, Mapping):
         values = {} if values is None else {"kind": values}

@@ -298,13 +298,20 @@ def compose_step_runs(
     runs: Sequence[StepsRelease], delta: float, accountants: Sequence[str], adaptive: bool = True
 ) -> Composition:
     """What holds for one sample of the client that spends most, against an observer of every update
-    of all the runs. Runs of one seed have the same batches: if none depends on another, they
-    release at every step one Gaussian over one batch; else these amplify nothing by proof.
-
+    of all the runs. Runs with batches of their own (other seeds) compose adaptively. Runs of one
+    seed have the same batches: if none depends on another, they release at every step one Gaussian
+    over one batch; else these amplify nothing by proof (docs/proofs.md, Runs of one seed).
 
     Args:
         runs: on the same clients, no two with the same noise.
         delta, accountants, adaptive: as of `together`.
+
+    >>> def run(name, seed, std):
+    ...     release = LocalSteps([600], batch=10, steps=20, bound=1.0, delta=1e-3, stds=std)
+    ...     return StepsRelease(name, release, np.array([3]), seed, (), "")
+    >>> joint = compose_step_runs([run("a", 0, 0.4), run("b", 1, 0.3)], 1e-3, ["pld"])
+    >>> round(joint.guarantees[0].epsilon, 2)
+    0.31
     """
     reason = _batch_secrecy_refusal(runs, adaptive)
     counts = np.array([run.participations for run in runs])  # [runs, N]

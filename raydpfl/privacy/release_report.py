@@ -218,7 +218,9 @@ class LocalStepsReport:
     def _worst(
         self, name: str, releases: list[tuple[np.ndarray, np.ndarray]], finals: np.ndarray
     ) -> np.ndarray:
-        """The largest epsilon of any client after each release; `finals` are their sum."""
+        """The largest epsilon of any client after every release (clients, how often each), which
+        `finals` int64 [N] sums up: float64 [releases].
+        """
         max_epsilons = np.where(self._covered_mask(name), self.epsilons(name, finals), 0.0)
         counts = np.zeros_like(finals)
         worst = 0.0

@@ -31,8 +31,11 @@ def check(out: Path) -> None:
 
 
 def write(out: Path, counts: np.ndarray, names: Sequence[str]) -> None:
-    """Draws `plot_of` into a file, which is replaced. Raises as `check`, and `FileError` where it
-    cannot be written.
+    """Draws what `plot_of` does into a file, .svg, .png or .pdf, which is replaced.
+
+    Raises:
+        ConfigError: for another suffix.
+        FileError: where the file cannot be written.
     """
     check(out)
     files, _ = render(plot_of(counts, names))

@@ -106,11 +106,11 @@ def accountant(column: str) -> str:
     return column.removeprefix("epsilon_").replace("_", " ")
 
 
-def epsilon_words(column: str) -> str:
+def accountant_words(column: str) -> str:
     """The accountant of a column of epsilons and what they are; empty for any other column.
 
-    >>> epsilon_words("epsilon_pld"), epsilon_words("epsilon_paper"), epsilon_words("epsilon")
-    ('pld (rigorous)', 'Zhang, Das 2021 (formula)', '')
+    >>> [accountant_words(name) for name in ("epsilon_pld", "epsilon_paper", "epsilon")]
+    ['pld (rigorous)', 'Zhang, Das 2021 (formula)', '']
     """
     kind = "rigorous" if column in RIGOROUS else "formula"
     return f"{accountant(column)} ({kind})" if column.startswith("epsilon_") else ""

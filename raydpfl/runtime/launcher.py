@@ -43,6 +43,7 @@ from raydpfl.runtime.session import (
 from raydpfl.sections import Client
 from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
+from raydpfl.simulation.pool import Pool
 from raydpfl.simulation.user_code import search
 from raydpfl.training.backends import BACKENDS
 from raydpfl.training.process_settings import tune_allocator
@@ -102,8 +103,13 @@ class Launcher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, KeyboardInterrupt):
-            self._on_stage(STOPPING)
+        try:
+            if kind is not None and issubclass(kind, KeyboardInterrupt):
+                self._on_stage(STOPPING)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         if self._session:
             self._session.close()
         elif self._pool or self._host is not None:  # in a Ray that is left running
@@ -281,11 +287,19 @@ class CoordinatorActor(Coordinator):
     def __init__(self) -> None:
         pass
 
-    def begin(self, plan: bytes, path: tuple[str, ...], *arguments: Any) -> tuple[int, list[str]]:
-        """As `start`, of a pickled plan and what else it takes. `path`: of the user's modules."""
+    def begin(
+        self,
+        plan: bytes,
+        path: tuple[str, ...],
+        out: str,
+        pool: Pool,
+        resume: bool,
+        fresh_noise: bool,
+    ) -> tuple[int, list[str]]:
+        """As `start`, of a pickled plan. `path`: where the user's modules are found."""
         search(path)
         tune_allocator()
-        super().__init__(pickle.loads(plan), *arguments)
+        super().__init__(pickle.loads(plan), out, pool, resume, fresh_noise)
         with wrap_user_errors():
             return self.start()
 

@@ -53,7 +53,10 @@ MISSING = "interrupted before its measures ({}) were computed; --resume computes
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run; its fields are as `raydpfl.Result` says."""
+    """A finished run. `out` is its directory, or the address of that; `experiment` is complete, as
+    its config is written; `rounds` is the rounds table, `summary` what `summary.json` holds,
+    `guarantees` what it says of privacy, `model` the trained module.
+    """
 
     out: Path | str
     experiment: Experiment

@@ -220,6 +220,7 @@ def _words(state: str, value: float | None) -> str:
 def _curve(trial: Trial, metric: str) -> dict[int, float]:
     """The metric of a trial by rounds done; empty where it cannot be read."""
     table = rounds_of(trial.folder)
-    rows = [] if table is None else table.to_pylist()
-    values = {row["round"] + 1: row.get(metric) for row in rows}
-    return {t: value for t, value in values.items() if value is not None and np.isfinite(value)}
+    if table is None or not {"round", metric} <= {*table.column_names}:
+        return {}
+    pairs = zip(table["round"].to_pylist(), table[metric].to_pylist(), strict=True)
+    return {t + 1: value for t, value in pairs if value is not None and np.isfinite(value)}

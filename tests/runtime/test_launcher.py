@@ -114,6 +114,23 @@ def test_an_address_is_refused_for_a_run_without_actors():
         Launcher(experiment().client, "auto")
 
 
+def test_ray_is_left_although_the_progress_cannot_be_shown(monkeypatch):
+    closed = []
+
+    class FakeSession:
+        def __init__(self, address: str):
+            self.close = lambda: closed.append(address)
+
+    def show(text: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(launcher, "Session", FakeSession)
+    client = experiment(client={"actors": 1}).client
+    with pytest.raises(BrokenPipeError), Launcher(client, "auto", show):
+        raise KeyboardInterrupt
+    assert closed == ["auto"]
+
+
 FORKS = """
 import subprocess, sys, threading
 import numpy as np

@@ -269,5 +269,12 @@ def _verdict(
         f"{world.words}, {len(world.records)} rounds"
         for world in worlds
     )
-    seed = plan.experiment.seed
-    return Replay([], results, len(worlds), seed, tuple(unseen), notes, len(base.records))
+    return Replay(
+        views=[],
+        checks=results,
+        runs=len(worlds),
+        seed=plan.experiment.seed,
+        unseen=tuple(unseen),
+        notes=notes,
+        rounds=len(base.records),
+    )

@@ -11,7 +11,7 @@ import torch
 from raydpfl.audit import checks
 from raydpfl.audit.checks import Check
 from raydpfl.audit.client_canaries import FAR, ClientCanaryRun, sum_mechanism
-from raydpfl.audit.replay.record import ROUNDING
+from raydpfl.audit.replay.sum_difference import ROUNDING
 from raydpfl.audit.replay.world import LARGEST, World, replace_victim_rows
 from raydpfl.core.messages import Columns
 from raydpfl.core.prng import Purpose, normals

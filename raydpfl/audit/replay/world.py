@@ -14,14 +14,8 @@ import pyarrow as pa
 
 from raydpfl.audit import local_step_canaries
 from raydpfl.audit.canaries import CanaryRun, OtherRows, Rows
-from raydpfl.audit.replay.record import (
-    ROUNDING,
-    ByClient,
-    Neighbour,
-    RoundRecord,
-    SumDifference,
-    mechanism_of,
-)
+from raydpfl.audit.replay.record import ByClient, Neighbour, RoundRecord, mechanism_of
+from raydpfl.audit.replay.sum_difference import ROUNDING, SumDifference
 from raydpfl.core.messages import Broadcast, Chunk, ChunkResult, Columns, Work
 from raydpfl.data import RowReader, Shards
 from raydpfl.errors import BudgetError, ClientError, RunError

@@ -9,9 +9,8 @@ from raydpfl.config.registry import Member
 from raydpfl.data.sizes import Sizes
 from raydpfl.errors import ConfigError
 
-Assignment = tuple[
-    np.ndarray, np.ndarray
-]  # rows of the data set in client order, and sizes of clients
+# rows of the data set in client order, and sizes of clients
+Assignment = tuple[np.ndarray, np.ndarray]
 
 
 class Partition(Member):

@@ -93,8 +93,9 @@ class Text(InMemoryData):
             owners.append(np.full(len(windows) - test_count, place))
         train, test = (np.concatenate(part) for part in parts.values())
         if not len(test):
-            expected = "a larger share (or a smaller data.length): it comes to no window of "
-            expected += "any client"
+            expected = (
+                "a larger share (or a smaller data.length): it comes to no window of any client"
+            )
             raise ConfigError("data.test_fraction", self.test_fraction, expected)
         names = tuple(map(chr, alphabet.tolist()))
         target = Target((self.length,), len(alphabet), names)

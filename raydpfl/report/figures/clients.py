@@ -9,7 +9,7 @@ import numpy as np
 
 from raydpfl.privacy import RIGOROUS, column
 from raydpfl.report.figures.base import Need, PlotItem, group_keys, name_of, runs_of, seed_note
-from raydpfl.report.labels import Quantity, accountant, epsilon_words, join_names, quantity
+from raydpfl.report.labels import Quantity, accountant, accountant_words, join_names, quantity
 from raydpfl.report.plot_style import REFERENCE, Axes, LegendKey, dots, look, scale, thin
 from raydpfl.report.run_reader import Panel, Run
 
@@ -53,7 +53,7 @@ class PersonalEpsilon(PlotItem):
 
     def keys(self, panels: Sequence[Panel], common: Any) -> Sequence[LegendKey]:
         looks = common[0].items()
-        keys = [LegendKey(epsilon_words(name), key_look, "point") for name, key_look in looks]
+        keys = [LegendKey(accountant_words(name), key_look, "point") for name, key_look in looks]
         return [*keys, LegendKey("spent = budget", REFERENCE)]
 
     def caption(self, panels: Sequence[Panel], common: Any) -> str:

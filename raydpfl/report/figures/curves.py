@@ -19,7 +19,7 @@ from raydpfl.report.figures.base import (
     name_of,
     runs_of,
 )
-from raydpfl.report.labels import Quantity, epsilon_words, join_names, quantity
+from raydpfl.report.labels import Quantity, accountant_words, join_names, quantity
 from raydpfl.report.plot_style import LOG_SPAN, Axes, LegendKey, Look, look, scale
 from raydpfl.report.run_reader import Group, Panel
 
@@ -140,7 +140,7 @@ class Curves(PlotItem):
         if len(columns) == 1:
             return groups
         if not groups:
-            words = [epsilon_words(name) or quantity(name).words for name in columns]
+            words = [accountant_words(name) or quantity(name).words for name in columns]
             return [LegendKey(text, look(place)) for place, text in enumerate(words)]
         return [
             LegendKey(f"{label}: {quantity(name).words}", look(group_place, place))

@@ -25,6 +25,7 @@ class PageSource:
 
     @classmethod
     def fits(cls, folder: Path) -> bool:
+        """Whether a directory is of this kind."""
         return (folder / cls.file).is_file()
 
     def page(self) -> Page:

@@ -62,7 +62,7 @@ class StudySource(PageSource):
     def page(self) -> Page:
         cases = self.cases
         items = [parse(item, f"show.{place}") for place, item in enumerate(self.show)]
-        pieces: dict[str, list[Piece]] = {
+        pieces_by_heading: dict[str, list[Piece]] = {
             "What it shows and what was chosen": self.about_pieces(),
             "Claims": self.claims(),
             "Results": [piece for item in items for piece in item.shown(cases)],
@@ -72,7 +72,10 @@ class StudySource(PageSource):
             "Runs": [self.final_runs()],
             "Study": [self.file_text(self.file)],
         }
-        sections = [PageSection(k, [*map(self.add_provenance, v)]) for k, v in pieces.items()]
+        sections = [
+            PageSection(heading, [*map(self.add_provenance, pieces)])
+            for heading, pieces in pieces_by_heading.items()
+        ]
         title = f"Study {self.about.get('id', self.folder.resolve().name)}"
         title += f": {self.about['title']}" if self.about.get("title") else ""
         lead = outcomes(cases, [name for item in items for name in item.numbers()])

@@ -171,7 +171,9 @@ class CellProgress:
         """The best of the values tried by the mean over these of their trials, the first of equals;
         None where none has a number.
         """
-        originals = {replace(s, trials=[s.trials[k] for k in resample]): s for s in self.tries}
+        originals = {
+            replace(s, trials=[s.trials[place] for place in resample]): s for s in self.tries
+        }
         best = best_of(originals, self.study.about.judge, self.study.about.sign)
         return None if best is None else originals[best]
 

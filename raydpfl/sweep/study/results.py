@@ -221,7 +221,9 @@ def _choice(study: Study, progress: Progress, runs: Mapping[str, bool]) -> dict[
 def _cost(study: Study, progress: Progress) -> str:
     """What tuning has cost, as a further sentence; empty where it has cost no privacy."""
     pairs = [(cell.cell.display_name(), cell.composition) for cell in progress if cell.composition]
-    bounds = {name: spent.epsilon.epsilon for name, spent in pairs if spent.epsilon}
+    bounds = {
+        name: composition.epsilon.epsilon for name, composition in pairs if composition.epsilon
+    }
     text = ""
     if bounds:
         name = max(bounds, key=bounds.__getitem__)
