@@ -90,7 +90,7 @@ FAMILIES: dict[str, tuple[type, Mapping[str, Any]]] = {
     "formula": (Formula, {name: type(formula) for name, formula in FORMULAS.items()}),
     "accountant": (
         Accountant,
-        {name: type(one) for name, one in ACCOUNTANTS.items() if name not in FORMULAS},
+        {name: type(member) for name, member in ACCOUNTANTS.items() if name not in FORMULAS},
     ),
     "metric": (Metric, METRICS),
 }

@@ -36,8 +36,8 @@ PARTS = 64  # of a scan, each of which is spread over all of it
 PATIENCE = 5.0  # seconds of one scan; a slow member is looked at in fewer parts
 ZOOM = 1000  # norms between two neighbours of a scan, around a jump or a largest length
 ZOOM_PLACES = 200  # such places
-# powers of ten, over all that floating point has
-EXPONENTS = range(-30, 31, 3)
+# of `scales`
+EXPONENTS = range(-30, 31, 3)  # powers of ten, over all that floating point has
 PARTIAL = (-30, -23, -14, 0, 9, 18)  # of inputs and of targets
 ROUNDING = 1e-5
 WIDTH = 16
@@ -62,7 +62,9 @@ def _bounds(case: Example) -> list[float]:
 
 
 def _lengths(case: Example, input_norms: np.ndarray, bound: float) -> np.ndarray:
-    """The lengths that are sent, float64 [k], over the bound. Raises `BrokenClause` above 1."""
+    """The lengths that are sent, float64 [k], over the bound. Raises `BrokenClause` above 1, and
+    for factors that are none.
+    """
     factors = _factors(case, torch.from_numpy(input_norms), bound)
     shape = list(factors.shape)
     hold(shape == [len(input_norms)], f"{len(input_norms)} norms get {shape} factors")

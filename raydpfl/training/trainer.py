@@ -200,6 +200,7 @@ class Trainer:
             with self._seed_globals(**name):
                 block = next(blocks, None)
             if block is None:
+                assert not self.backend.one_by_one, "a client has no block"
                 return
             yield block
 
@@ -211,6 +212,9 @@ def _add_idle_slots(
     blocks: Iterator[Block], idle: np.ndarray, parameters: torch.Tensor
 ) -> Iterator[Block]:
     """The blocks with the `idle` slots, int64, in their places: updates of 0 and losses of NaN."""
+    if not len(idle):
+        yield from blocks
+        return
     for block in blocks:
         first, last = block.slots[[0, -1]]
         yield from _idle(idle[idle < first], parameters)

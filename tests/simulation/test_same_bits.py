@@ -188,7 +188,10 @@ def test_a_run_taken_up_from_its_checkpoint_gives_the_bits_of_one_that_went_thro
     run_plan(plan, tmp_path / "paused", stop_round=pause)
     rest = run_plan(plan, tmp_path / "paused", resume=True)
     found = bits_of(rest, first=pause)
-    assert_same_bits(found, {name: whole[name] for name in found})
+    past = tuple(f" of round {t}" for t in range(pause))
+    assert_same_bits(found, {name: whole[name] for name in whole if not name.endswith(past)})
+    if method == "individual budgets, noise of clients":
+        assert found["individual.left"].any()
     if "measure" in METHODS[method]:
         assert np.isfinite(found[f"angle of round {pause}"]).all()
 

@@ -376,15 +376,23 @@ class Whitening:
     def __init__(self, noise: Noise):
         self._noise = noise
         self._t = 0
-        self._past: list[np.ndarray] = []
+        self._past = np.empty((0, 0))  # sums, of which the first `count` are there
+        self._count = 0
 
     def __call__(self, row: np.ndarray) -> np.ndarray:
         if not self._noise.correlated:
             return row
         coefficients = self._noise.whitening(self._t)
         self._t += 1
-        self._past = [*self._past, row.copy()][-len(coefficients) :]
-        return coefficients[::-1] @ np.stack(self._past)
+        if self._count == len(self._past):
+            recent_sums = self._past[self._count - min(self._count, len(coefficients) - 1) :]
+            self._count = len(recent_sums)
+            buffer = np.empty((2 * len(recent_sums) + 8, len(row)))
+            buffer[: len(recent_sums)] = recent_sums.reshape(len(recent_sums), len(row))
+            self._past = buffer
+        self._past[self._count] = row
+        self._count += 1
+        return coefficients[::-1] @ self._past[self._count - len(coefficients) : self._count]
 
 
 def whitening_matrix(noise: Noise, rounds: int) -> np.ndarray:

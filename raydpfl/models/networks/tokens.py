@@ -1,3 +1,5 @@
+"""Networks of tokens."""
+
 from typing import Any, ClassVar, Self
 
 import torch

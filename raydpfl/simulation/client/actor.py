@@ -89,8 +89,11 @@ class ClientActor:
         module = models.build(experiment.model, self.form, experiment.seed)
         self.module = copy.deepcopy(module).to(self.device).eval()
         rule = experiment.personal
-        shared = (self.shards, self.module)
-        self.personal = Ditto(experiment, rule, *shared) if rule else LocalParameters(self.module)
+        self.personal = (
+            Ditto(experiment, rule, self.shards, self.module)
+            if rule
+            else LocalParameters(self.module)
+        )
         self.evaluator = Evaluator(experiment, self.shards, self.module, self.personal)
         self.trainer = Trainer(
             module,

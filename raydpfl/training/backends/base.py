@@ -195,8 +195,8 @@ class ChunkData:
         """Of every step the slots that it takes and whose client does not make it, int64 [m]."""
         slots = np.asarray(self.slots, np.int64)
         ends = self.steps[slots]
-        finished = [slots[(ends <= k) & (slots < count)] for k, count in enumerate(self.active)]
-        return [self._on_device(torch.from_numpy(part)) if len(part) else None for part in finished]
+        parts = [slots[(ends <= k) & (slots < count)] for k, count in enumerate(self.active)]
+        return [self._on_device(torch.from_numpy(part)) if len(part) else None for part in parts]
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return move_tensor(tensor, self.y.device)

@@ -266,10 +266,12 @@ class Vmap(Backend):
             client_gradients = partial(self._clipped_sums, clip=clip)
 
         def gradients_of(weights: Weights, batch: Batch) -> Any:
-            clients = [
-                client_gradients(*tree_map(itemgetter(slot), (weights, batch)))
-                for slot in range(len(batch.shares))
-            ]
+            clients = []
+            for slot in range(len(batch.shares)):
+                client_weights = {name: part[slot] for name, part in weights.items()}
+                masks = [mask[slot] for mask in batch.masks]
+                client_batch = Batch(batch.x[slot], batch.y[slot], batch.shares[slot], masks)
+                clients.append(client_gradients(client_weights, client_batch))
             return tree_map(lambda *values: torch.stack(values), *clients)
 
         return gradients_of
