@@ -83,7 +83,7 @@ def _lengths(case: Example, input_norms: np.ndarray, bound: float) -> np.ndarray
 
 
 def _critical_norms(case: Example, bound: float) -> np.ndarray:
-    """Norms at, beside and between the numbers in the member's settings, float64 [k]."""
+    """Norms at, next to and between the numbers in the member's settings, float64 [k]."""
     fields = case.member.model_dump().values()
     numbers = {float(field) for field in fields if isinstance(field, (int, float))}
     base = np.array([0.5, 1.0, 2.0, bound, *sorted(map(abs, numbers))[:200]])

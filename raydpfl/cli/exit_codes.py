@@ -20,9 +20,7 @@ DEBUG = "RAYDPFL_DEBUG"  # in the environment: errors show all frames
 
 
 class _CurrentCommand:
-    """What this process carries out, if it can be gone on with, and in which directory, if that is
-    known yet.
-    """
+    """What this process carries out, if it can be resumed, and its directory, once known."""
 
     command = ""
     folder: Path | str | None = None

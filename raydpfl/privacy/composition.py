@@ -392,7 +392,7 @@ def _open_step_parts(runs: Sequence[StepsRelease], k: int) -> list[Part]:
 
 def _worst(accountant: str, parts: dict[int, list[Part]], delta: float) -> tuple[float, int]:
     """The largest epsilon of any client, and which has it (-1: none). No epsilon exceeds that by
-    rdp, which tells who cannot be the worst.
+    rdp, which says who cannot be the worst.
     """
     client_by_parts = {tuple(part): k for k, part in reversed(parts.items())}
     rdp = {part: accountant_of("rdp").together(part, delta) for part in client_by_parts}

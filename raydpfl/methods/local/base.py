@@ -258,6 +258,9 @@ class Local(Schedule, WithServerState):
         return 0.0
 
     def check(self, setting: Setting) -> None:
+        """Raises `ConfigError` for a rule that does not suit its section, or samples' gradients
+        that are clipped.
+        """
         if self.trains:
             _check_train(self)
         if setting.section != "local":

@@ -242,6 +242,7 @@ class OneBatch(Vmap):
         self.numbers = sum(counts)
 
     def _outputs(self, weights: Weights, batch: Batch) -> torch.Tensor:
+        """What the module gives for `batch.x`, [C, B, *shape]: [C B, ...]."""
         self.running.clients = len(batch.x)
         self.running.samples = len(batch.x) * batch.x.shape[1]
         self.running.parameters = weights
