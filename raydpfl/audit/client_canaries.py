@@ -22,8 +22,8 @@ from raydpfl.core.prng import Purpose, normals, stream
 from raydpfl.methods.noise import Whitening
 from raydpfl.methods.population import check_composed_rounds
 from raydpfl.methods.selection import Cohort
-from raydpfl.privacy.accounting import views
 from raydpfl.privacy.mechanism import Mechanism
+from raydpfl.privacy.observers import views
 from raydpfl.simulation.client.actor_round import ChunkRound
 from raydpfl.simulation.client.contribution import Contribution
 from raydpfl.simulation.noise_monitor import MonitoredNoise

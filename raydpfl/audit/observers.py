@@ -38,9 +38,9 @@ from raydpfl.privacy import (
     rigorous,
     tradeoff,
 )
-from raydpfl.privacy.accounting import ObserverView
-from raydpfl.privacy.accounting import views as observers
 from raydpfl.privacy.guarantee import Observer
+from raydpfl.privacy.observers import ObserverView
+from raydpfl.privacy.observers import views as observers
 from raydpfl.simulation.plan import Plan
 
 EXCEEDS = 4.0  # standard errors by which an estimate must pass the claim to speak against it

@@ -45,13 +45,14 @@ from raydpfl.errors import BudgetError, ConfigError, rename_fields
 from raydpfl.privacy.accountants import FORMULAS
 from raydpfl.privacy.accountants.base import Formula, FormulaValue
 from raydpfl.privacy.accountants.paper import paper_multiplier
-from raydpfl.privacy.accounting import ObserverView, covers, guarantee_against, guarantees, views
+from raydpfl.privacy.accounting import covers, guarantee_against, guarantees
 from raydpfl.privacy.calibration import MOST_ROUNDS, noise_for, rounds_for
 from raydpfl.privacy.factorization import STRATEGIES, separation_refusal
 from raydpfl.privacy.guarantee import SHARES, Guarantee, delta_warning, tightest_guarantees
 from raydpfl.privacy.integer_noise import DistributedDiscreteGaussian, IntegerNoise, SkellamNoise
 from raydpfl.privacy.local_steps import LocalSteps, Participations
 from raydpfl.privacy.mechanism import Mechanism, Query
+from raydpfl.privacy.observers import ObserverView, views
 from raydpfl.privacy.release_report import LocalStepsReport, row_quantiles
 from raydpfl.privacy.sampling import Sampling, scheme_of
 from raydpfl.privacy.types import LEAST_DELTA, Placement, Relation

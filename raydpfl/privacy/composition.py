@@ -27,10 +27,11 @@ from raydpfl.errors import ConfigError
 from raydpfl.privacy import accounting
 from raydpfl.privacy.accountants import accountant_of
 from raydpfl.privacy.accountants.base import Part
-from raydpfl.privacy.accounting import NOISELESS, UNREACHED_DELTA, ObserverView
+from raydpfl.privacy.accounting import NOISELESS, UNREACHED_DELTA
 from raydpfl.privacy.guarantee import HIDDEN_BATCH, Guarantee, Observer, Scope, tightest_guarantees
 from raydpfl.privacy.local_steps import LocalSteps
 from raydpfl.privacy.mechanism import Mechanism
+from raydpfl.privacy.observers import ObserverView
 from raydpfl.privacy.repetition import Repetition
 from raydpfl.privacy.sampling import Sampling
 from raydpfl.privacy.types import Relation

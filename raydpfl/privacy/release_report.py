@@ -25,12 +25,13 @@ from numpy.typing import ArrayLike
 from raydpfl.errors import BudgetError
 from raydpfl.privacy import accounting
 from raydpfl.privacy.accountants import FORMULAS, accountant_of, resolve_accountants
-from raydpfl.privacy.accounting import NOISELESS, UNREACHED_DELTA, views
+from raydpfl.privacy.accounting import NOISELESS, UNREACHED_DELTA
 from raydpfl.privacy.group import group_sampling
 from raydpfl.privacy.guarantee import GROUP, SHARES, Guarantee, Observer, Scope, column
 from raydpfl.privacy.local_steps import LocalSteps, Participations, Release, client_list
 from raydpfl.privacy.local_steps_calibration import formula_of
 from raydpfl.privacy.mechanism import Event, Mechanism
+from raydpfl.privacy.observers import views
 from raydpfl.privacy.types import Terms
 
 _GROUPS = 32  # different numbers of surveys in a curve, so that few are composed

@@ -10,8 +10,8 @@ from scipy.stats import binom, norm
 
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.privacy import Mechanism, Query, Sampling, delta, epsilon
-from raydpfl.privacy.accounting import views
 from raydpfl.privacy.guarantee import Observer
+from raydpfl.privacy.observers import views
 
 RELATIONS = ("replace_one", "zero_out", "add_remove")
 OTHERS = {"replace_one": (-1.0,), "zero_out": (0.0,), "add_remove": (None,)}
