@@ -130,7 +130,8 @@ def _row(name: str, folder: Path | None) -> str:
 
 def _verdicts(summary: dict[str, Any]) -> str:
     verdicts = [claim["verdict"] for claim in summary["claims"]]
-    counts = {name: verdicts.count(name) for name in ("reversed", "not resolved", "not run")}
+    names = ("reversed", "equal", "not resolved", "not run")
+    counts = {name: verdicts.count(name) for name in names}
     others = "".join(f", {count} {name}" for name, count in counts.items() if count)
     return f"{verdicts.count('holds')} of {len(verdicts)}{others}"
 

@@ -471,6 +471,9 @@ CLAIM = {"says": "Clip is ahead", "larger": {"arm": "Clip"}, "smaller": {"arm": 
         ([0.1, 0.12, 0.11], {"by": 0.2}, "reversed"),
         ([0.001, -0.001, 0.0], {"within": 0.01}, "holds"),
         ([0.1, 0.12, 0.11], {"within": 0.01}, "reversed"),
+        ([0.0, 0.0, 0.0], {}, "equal"),
+        ([0.0, 0.0, 0.0], {"within": 0.01}, "holds"),
+        ([0.0, 0.0, 0.0], {"by": 0.01}, "reversed"),
     ],
 )
 def test_the_verdict_on_a_claim_is_of_paired_differences(
@@ -487,7 +490,7 @@ def test_the_verdict_on_a_claim_is_of_paired_differences(
     assert claim["difference"] == pytest.approx(np.mean(gain))
     # two claims: each interval is at 1 - 0.05 / 2
     half = stats.t.ppf(1 - 0.05 / 4, 2) * np.std(gain, ddof=1) / np.sqrt(3)
-    assert other["high"] - other["low"] == pytest.approx(2 * half)
+    assert other["high"] - other["low"] == pytest.approx(2 * half, abs=1e-5)  # rounding
     assert (claim["cells"], claim["seeds"], claim["level"]) == (1, 3, 0.975)
 
 
@@ -509,6 +512,31 @@ def test_a_claim_is_not_resolved_where_a_cell_shows_the_opposite(sign, tmp_path,
     assert claim["verdict"] == "not resolved"
     assert drop["difference"] == pytest.approx(sign * 0.4)
     assert drop["verdict"] == ("holds" if sign > 0 else "reversed")
+
+
+@pytest.mark.parametrize(
+    ("gains", "verdict", "least"),
+    [
+        ([0.3, 0.1], "holds", 0.1),
+        ([0.3, -0.1], "reversed", -0.1),
+        ([0.3, 0.0], "not resolved", 0.0),
+        ([0.0, 0.0], "equal", 0.0),
+    ],
+)
+def test_a_claim_of_every_cell_is_that_of_the_least(gains, verdict, least, tmp_path, monkeypatch):
+    def score(run):
+        gain = gains[run.data.clients // 20 - 1] * (1 + run.seed / 100)
+        return 0.5 + run.seed / 1000 + (gain if run.bounding.kind == "clip" else 0)
+
+    scored(monkeypatch, score)
+    given = two(claims=[CLAIM | {"every_cell": True}])
+    given["panels"]["size"]["many"] = {"data.clients": 40}
+    (claim,) = played(given, tmp_path).summary["claims"]
+    assert claim["verdict"] == verdict
+    assert claim["difference"] == pytest.approx(1.02 * least)
+    # every cell has to hold, so that no level is corrected for their number
+    half = stats.t.ppf(0.975, 2) * 0.01 * abs(least) / np.sqrt(3)
+    assert claim["high"] - claim["low"] == pytest.approx(2 * half, abs=1e-5)  # rounding
 
 
 def test_a_claim_is_not_run_where_none_of_its_cells_is(tmp_path, monkeypatch):

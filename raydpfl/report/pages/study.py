@@ -139,8 +139,13 @@ class StudySource(PageSource):
             row |= {"cells": claim["cells"], "of them hold": claim.get("holds")}
             rows.append(row | {"of them reversed": claim.get("reversed")})
         caption = "The difference that each claim says is above 0 (or above, or within, the number "
-        caption += "of `by`), paired by seed and averaged over its cells, and its interval, tuning "
-        caption += "included, at a level corrected for the number of claims. From summary.json."
+        caption += (
+            "of `by`), paired by seed and averaged over its cells (of a claim of every cell: "
+        )
+        caption += (
+            "the least of them), and its interval, tuning included, at a level corrected for "
+        )
+        caption += "the number of claims. From summary.json."
         pieces: list[Piece] = [Table("claims", "Claims", caption, rows)] if rows else []
         equal = []
         for group in self.summary.get("equal_arms", ()):
@@ -180,7 +185,8 @@ class StudySource(PageSource):
         if runs := summary.get("tried", {}).get("runs"):
             tiles.append(Tile("runs to choose by", number(runs), "on rows held out of training"))
         if claims := [claim["verdict"] for claim in summary.get("claims", ())]:
-            counts = {name: claims.count(name) for name in ("reversed", "not resolved", "not run")}
+            names = ("reversed", "equal", "not resolved", "not run")
+            counts = {name: claims.count(name) for name in names}
             other_verdicts = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
             claim_counts = f"{claims.count('holds')} of {len(claims)}"
             tiles.append(Tile("claims that hold", claim_counts, other_verdicts))

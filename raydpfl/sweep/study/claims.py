@@ -4,8 +4,11 @@ A claim is an item of `study.claims`: `larger` and `smaller` are labels of cells
 lists of them, whose numbers `of` are added; `at` the labels at which it is claimed. The difference
 of the two is taken seed by seed and averaged over the labels of all other axes. It `holds` if its
 interval lies above `by` (or within +-`within`), is `reversed` if it lies below (or beyond), and is
-`not resolved` else, or where a single cell shows the opposite. Levels are corrected for the number
-of claims (Bonferroni), and of single cells for theirs too.
+`not resolved` else, or where a single cell shows the opposite. A claim of `every_cell` holds if
+that of each cell lies above, and is reversed if that of any lies below; its difference is that of
+the cell that is nearest to the opposite. Two sides are `equal` if their numbers are, in all seeds
+of all cells, whatever resampled tuning chooses. Levels are corrected for the number of claims
+(Bonferroni), and where any single cell may decide for that of cells too.
 """
 
 import math
@@ -23,6 +26,7 @@ from raydpfl.sweep.spaces import Options, points
 from raydpfl.sweep.study.cells import label, strip_mark
 
 Labels = Mapping[str, str | None]
+OUTCOMES = ("holds", "reversed", "equal", "not resolved")
 LEVEL = 0.05  # the chance that any verdict of a study but `not resolved` is wrong, at most
 
 
@@ -36,6 +40,7 @@ class Claim(Section):
     at: Mapping[str, tuple[str, ...]] = {}
     by: float = 0.0  # in the units of the number
     within: float | None = Field(default=None, gt=0)  # in place of `by`
+    every_cell: bool = False  # claimed of each cell, in place of their mean
 
     @property
     def terms(self) -> list[tuple[float, Mapping[str, str]]]:
@@ -127,16 +132,23 @@ def key(place: Labels) -> tuple[tuple[str, Any], ...]:
 
 
 def _verdict(claim: Claim, cells: Sequence[SeedValues], claim_count: int) -> dict[str, Any]:
-    facts = {"says": claim.says, "of": claim.of, "by": claim.by, "within": claim.within}
+    facts = {name: getattr(claim, name) for name in ("says", "of", "by", "within", "every_cell")}
     if not cells:
         return {**facts, "verdict": "not run", "cells": 0}
     level = 1 - LEVEL / claim_count
-    mean = total([(1 / len(cells), cell) for cell in cells])
-    cell_outcomes = [_outcome(claim, cell, 1 - LEVEL / claim_count / len(cells)) for cell in cells]
-    outcome = _outcome(claim, mean, level)
-    if {outcome, *cell_outcomes} >= {"holds", "reversed"}:
-        outcome = "not resolved"
-    spread = mean.spread()
+    cell_level = 1 - LEVEL / claim_count / len(cells)
+    cell_outcomes = [_outcome(claim, cell, cell_level) for cell in cells]
+    if claim.every_cell:
+        difference = min(cells, key=lambda cell: _margin(claim, cell.spread().mean))
+        # all have to hold, so that each may be wrong with the chance of one (Berger 1982)
+        outcomes = {"reversed"} & {*cell_outcomes} or {_outcome(claim, c, level) for c in cells}
+        outcome = outcomes.pop() if len(outcomes) == 1 else "not resolved"
+    else:
+        difference = total([(1 / len(cells), cell) for cell in cells])
+        outcome = _outcome(claim, difference, level)
+        if {outcome, *cell_outcomes} >= {"holds", "reversed"}:
+            outcome = "not resolved"
+    spread = difference.spread()
     half_width = spread.half_width(level)
     has_interval = not math.isnan(half_width)
     return {
@@ -148,11 +160,19 @@ def _verdict(claim: Claim, cells: Sequence[SeedValues], claim_count: int) -> dic
         "level": level,
         "seeds": spread.count,
         "cells": len(cells),
-        **{name: cell_outcomes.count(name) for name in ("holds", "reversed", "not resolved")},
+        **{outcome: cell_outcomes.count(outcome) for outcome in OUTCOMES},
     }
 
 
+def _margin(claim: Claim, mean: float) -> float:
+    """By how much a difference is on the side that is claimed."""
+    return mean - claim.by if claim.within is None else claim.within - abs(mean)
+
+
 def _outcome(claim: Claim, difference: SeedValues, level: float) -> str:
+    samples = (difference.values, *difference.resamples.values())
+    if not (claim.by or claim.within or any(any(values.values()) for values in samples)):
+        return "equal"
     spread = difference.spread()
     half_width = spread.half_width(level)  # NaN, of a single seed, resolves nothing
     low, high = spread.mean - half_width, spread.mean + half_width
@@ -172,7 +192,7 @@ def verdict_line(verdict: Mapping[str, Any]) -> str:
     factor, unit = (100, " points") if number.percent else (1, "")
     low, high = (verdict[name] for name in ("low", "high"))
     interval = "" if low is None else f" ({factor * low:+.4g} to {factor * high:+.4g}{unit})"
-    has_several_cells = verdict["cells"] > 1
-    cells = f", {verdict['holds']} of {verdict['cells']} cells hold" if has_several_cells else ""
+    cells = f", {verdict['holds']} of {verdict['cells']} cells hold" if verdict["cells"] > 1 else ""
+    cells += ", the least" if verdict["every_cell"] else ""
     mean = f"{factor * verdict['difference']:+.4g}{unit}"
     return f"{verdict['says']}: {verdict['verdict']}{cells}; {number.words} {mean}{interval}"
