@@ -664,6 +664,19 @@ def test_what_was_tried_once_counts_though_the_study_has_it_no_more(tmp_path):
     assert "among 5 private runs, 1 of which are of former settings or arms, is itself" in statement
 
 
+def test_runs_of_what_other_tuning_seeds_choose_are_of_the_study(tmp_path, monkeypatch):
+    best = {0: 0.1, 1: 0.2}  # by tuning seed
+    scored(monkeypatch, lambda run: -abs(run.local.lr - best.get(run.seed, 0.12)))
+    runner = runner_of(Study.from_dict(two_tuned()), tmp_path)
+    play(runner, 1)
+    settings = [s for cell in runner.progress.values() for s in cell.resample_settings.values()]
+    finals = {trial.folder for cell in runner.progress.values() for trial in cell.finals}
+    other, *_ = {trial.folder for setting in settings for trial in setting.trials} - finals
+    other.mkdir(parents=True)
+    (other / "ledger.jsonl").write_text("{}\n")
+    assert "former" not in runner.gather(is_over=True).summary["tuning"]["statement"]
+
+
 def test_printed_tables_in_a_folder_are_found_again_where_a_study_goes_on(tmp_path):
     given = tree()
     given["show"][0]["published"] = "tables/mine.csv"

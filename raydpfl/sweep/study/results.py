@@ -203,7 +203,10 @@ def _choice(study: Study, progress: Progress, runs: Mapping[str, bool]) -> dict[
     ranges = {arm: [min(numbers), max(numbers)] for arm, numbers in counts.items()}
     # private runs, of which the study no longer has some: of former values, arms and seeds
     tuning_trials = {trial.folder.name: trial for cell in progress for trial in cell.tuning_trials}
-    names = {*tuning_trials, *(trial.folder.name for cell in progress for trial in cell.finals)}
+    settings = [setting for cell in progress for setting in cell.resample_settings.values()]
+    settings += [cell.final_setting for cell in progress if cell.final_setting]
+    final_names = {trial.folder.name for setting in settings for trial in setting.trials}
+    names = tuning_trials.keys() | final_names
     former_count = sum(private for name, private in runs.items() if name not in names)
     private_count = former_count + sum(trial.experiment.private for trial in tuning_trials.values())
     return {
