@@ -72,6 +72,7 @@ PROTOCOL = (
 )
 MARK = "## What was found"
 STATES = (
+    "The command runs what shows the item, at the scale of its first state. "
     "`small` and `paper`: a table of that scale lies here. `smoke`: the study runs in the tests, "
     "at a size that says nothing of the claim. `not run`: it is of the scale `paper` alone. "
     "`test`: an accountant, a formula or a solver that a test holds to the paper. "
@@ -206,27 +207,40 @@ def items() -> str:
     with (ROOT / "items.csv").open(newline="") as file:
         for item in csv.DictReader(file):
             where = item["where"]
-            study = bool(where) and ".py" not in where
-            state = _state(where, item["label"]) if study else "test" if where else "missing"
-            command = f"`raydpfl reproduce {where}`" if study else where and f"`pytest {where}`"
+            command, state = f"`pytest {where}`" if where else "", "test" if where else "missing"
+            if where and ".py" not in where:
+                command, state = _shown_by(where, item["label"])
             cells = (item["paper"], item["item"], command, state, item["note"])
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def _state(name: str, label: str) -> str:
-    """The scales at which a study lies here with this label; else whether the tests run it."""
-    shown = [folder for folder in _folders(name) if not label or label in _labels(folder)]
-    if shown:
-        return ", ".join(_summary(folder)["scale"] for folder in shown)
-    smoke = {text for cell in Study.named(name, "smoke").cells for text in cell.labels.values()}
-    return "smoke" if not label or label in smoke else "not run"
+def _shown_by(name: str, label: str) -> tuple[str, str]:
+    """The command that runs a study, and the scales at which it lies here with this label; else
+    whether the tests run it.
+    """
+    scales = [_summary(place)["scale"] for place in _folders(name) if label in _labels(place)]
+    state = ", ".join(scales)
+    if not scales:
+        state = "smoke" if label in _labels_of(Study.named(name, "smoke")) else "not run"
+        scales = ["smoke" if state == "smoke" else "paper"]
+    only = ""
+    if label:
+        labels = Study.named(name, scales[0]).labels
+        axis = next(axis for axis, names in labels.items() if label in names)
+        only = f" --only {axis}={label}"
+    return f"`raydpfl reproduce {name} --scale {scales[0]}{only}`", state
 
 
 @functools.cache
 def _labels(folder: Path) -> set[str | None]:
     """All labels of the cells of a study that lies here."""
-    return {text for cell in Study.from_directory(folder).cells for text in cell.labels.values()}
+    return _labels_of(Study.from_directory(folder))
+
+
+def _labels_of(study: Study) -> set[str | None]:
+    """All labels of its cells, and the empty one, of an item that is all of it."""
+    return {"", *(text for cell in study.cells for text in cell.labels.values())}
 
 
 def overview() -> str:
