@@ -166,7 +166,7 @@ class Experiment(Section):
         setting = experiment.setting()
         for section, member in experiment._members():
             _check_member(replace(setting, section=section), member)
-        experiment.evaluate.check(setting, experiment.given, experiment.metrics)
+        experiment.evaluate.check(setting, experiment.evaluation_scores, experiment.metrics)
         return experiment
 
     def setting(self) -> Setting:
@@ -321,8 +321,8 @@ class Experiment(Section):
         return columns if metric is None else (*columns, *metric_columns.client_statistics(metric))
 
     @property
-    def given(self) -> tuple[str, ...]:
-        """The scores that an evaluation gives; none where there is nothing to evaluate on."""
+    def evaluation_scores(self) -> tuple[str, ...]:
+        """The columns that an evaluation fills; none where there is nothing to evaluate on."""
         sets = {
             metric_columns.TEST: self.evaluate.test,
             metric_columns.VALIDATION: True,

@@ -53,7 +53,7 @@ class Result(runner.RunResult):
         """
         from raydpfl import report
 
-        of = of or next(iter(self.experiment.given), "train_loss")
+        of = of or next(iter(self.experiment.evaluation_scores), "train_loss")
         return report.figure(self.out, {"curves": of, "x": x})
 
     def __repr__(self) -> str:

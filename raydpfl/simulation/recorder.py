@@ -75,7 +75,9 @@ def open_tables(plan: Plan, out: Path) -> dict[str, StoredTable]:
         columns["client_histogram"] = ["round", "low", "high", "count", "share"]
     elif metric:
         columns["client_scores"] = ["round", "client", metric.name]
-    for rows in dict.fromkeys(metric_columns.score_set(name) for name in experiment.given):
+    for rows in dict.fromkeys(
+        metric_columns.score_set(name) for name in experiment.evaluation_scores
+    ):
         for score_metric in experiment.metrics if rows != metric_columns.CLIENT else ():
             if score_metric.columns():
                 columns[f"{rows}_{score_metric.name}"] = ["round", *score_metric.columns()]
@@ -113,7 +115,9 @@ class Recorder:
         # the score that may end the run, from the evaluation on at which it was best
         self._since_best: list[float | None] = []
         if experiment.evaluate.stop:
-            for row in self.rounds.arrow().select(["round", *experiment.given]).to_pylist():
+            for row in (
+                self.rounds.arrow().select(["round", *experiment.evaluation_scores]).to_pylist()
+            ):
                 self._judge(row)
         self.drop_log = Dropped(out / "dropped.jsonl", state.t)
         followers = (probe.follow(out, plan.d, state.t) for probe in self.probes)
@@ -169,7 +173,7 @@ class Recorder:
         state = self.state
         experiment = self.plan.experiment
         last = state.t == experiment.rounds
-        if experiment.given and (last or state.t % experiment.evaluate.every == 0):
+        if experiment.evaluation_scores and (last or state.t % experiment.evaluate.every == 0):
             self._evaluate(row)
         clock.lap("evaluate")
         row |= clock.seconds

@@ -275,7 +275,9 @@ class Sweep:
         for values, experiment in zip(self.probe_values(), self.probes, strict=True):
             if search.private:
                 self.check_releases(experiment)
-            scores = [name for name in experiment.given if sign(name, experiment.metrics)]
+            scores = [
+                name for name in experiment.evaluation_scores if sign(name, experiment.metrics)
+            ]
             if search.metric not in scores:
                 reason = _missing_score_reason(search.metric, experiment)
                 expected = f"a score of every trial; {reason}"

@@ -91,7 +91,7 @@ C = TypeVar("C", Arm, Scale)
 class Study:
     """A study at one scale."""
 
-    given: Tree  # of the file
+    tree: Tree  # of the file
     about: About
     scale: str  # smoke, small or paper
     seeds: int  # final runs of a cell
@@ -157,7 +157,7 @@ class Study:
 
     def to_yaml(self) -> str:
         """The file with its scale and seeds, of which `...`, its last line, marks the end."""
-        tree = copy.deepcopy(dict(self.given))
+        tree = copy.deepcopy(dict(self.tree))
         tree["study"] |= {"seeds": self.seeds, "scale": self.scale}
         scale_section = (tree.get("scales") or {}).get(self.scale)
         if scale_section:
@@ -174,7 +174,7 @@ class Study:
     def panels(self) -> dict[str, dict[str, Any]]:
         """What each label changes, by axis (with its `?`) and label."""
         panels = {}
-        for axis, labels in _mapping("panels", self.given.get("panels")).items():
+        for axis, labels in _mapping("panels", self.tree.get("panels")).items():
             field = f"panels.{axis}"
             if isinstance(labels, list):
                 labels = {label(text): text for text in labels}
@@ -188,9 +188,9 @@ class Study:
 
     @cached_property
     def arms(self) -> dict[str, Arm]:
-        fields = _mapping("arms", self.given.get("arms"))
+        fields = _mapping("arms", self.tree.get("arms"))
         if not fields:
-            raise ConfigError("arms", self.given.get("arms"), "at least one arm, by its name")
+            raise ConfigError("arms", self.tree.get("arms"), "at least one arm, by its name")
         return {name: _changes(Arm, f"arms.{name}", value) for name, value in fields.items()}
 
     @cached_property
@@ -203,11 +203,11 @@ class Study:
 
     @property
     def show(self) -> Sequence[Tree]:
-        return self.given.get("show") or ()
+        return self.tree.get("show") or ()
 
     @cached_property
     def _scale(self) -> Scale:
-        return _scales(self.given).get(self.scale, Scale())
+        return _scales(self.tree).get(self.scale, Scale())
 
     @property
     def grow(self) -> int:
@@ -215,7 +215,7 @@ class Study:
         return self.about.grow if self._scale.grow is None else self._scale.grow
 
     def tuning_seeds(self) -> range:
-        first_seed = int(self.given.get("seed", 0))
+        first_seed = int(self.tree.get("seed", 0))
         return range(first_seed, first_seed + (self._scale.tuning_seeds or self.about.tuning_seeds))
 
     def final_seeds(self) -> range:
@@ -262,7 +262,7 @@ class Study:
     def _cell(self, place: Mapping[str, Any]) -> StudyCell:
         name, accounting = place["arm"], place["accounting"]
         arm = self.arms[name]
-        tree = {key: self.given[key] for key in self.given if key in SECTIONS}
+        tree = {key: self.tree[key] for key in self.tree if key in SECTIONS}
         tree = apply_changes(tree, arm.puts)
         for axis, values in self.panels.items():
             value = values[place[strip_mark(axis)]]
@@ -385,7 +385,7 @@ class Study:
         self._check_sources()
 
     def _check_labels(self) -> None:
-        limits = {f"scales.{name}.only": scale.only for name, scale in _scales(self.given).items()}
+        limits = {f"scales.{name}.only": scale.only for name, scale in _scales(self.tree).items()}
         limits |= {f"arms.{name}.only": arm.only for name, arm in self.arms.items()}
         limits["study.chosen_at"] = _parse_label_limits("study.chosen_at", self.about.chosen_at)
         for number, item in enumerate(self.about.same_bits):
