@@ -26,7 +26,15 @@ from raydpfl.methods.local.sgd import Sgd  # noqa: F401  (the example above)
 from raydpfl.models.shared_and_local import ParameterSplit
 from raydpfl.models.tasks import Classification, Task
 from raydpfl.training.backends import BACKENDS, check_backend
-from raydpfl.training.backends.base import Block, ChunkData, Starts, StepNoise, Sum, spans
+from raydpfl.training.backends.base import (
+    ALIGNMENT,
+    Block,
+    ChunkData,
+    Starts,
+    StepNoise,
+    Sum,
+    spans,
+)
 from raydpfl.training.minibatches import Integers, batches
 
 CLASSES = Classification()
@@ -160,9 +168,9 @@ class Trainer:
             planned_steps=planned_steps,
             into=into,
         )
-        # A copy, in torch's own alignment: how the model is aligned in memory could change the bits
-        # of a product.
-        parameters = parameters.to(self.device, torch.float32, copy=True)
+        parameters = parameters.to(self.device, torch.float32).contiguous()
+        if parameters.data_ptr() % ALIGNMENT:  # which could change the bits of a product
+            parameters = parameters.clone()
         idle = np.flatnonzero(members & (sizes == 0))
         blocks = self._run_backend(parameters, chunk, client_key)
         yield from _add_idle_slots(blocks, idle, parameters)

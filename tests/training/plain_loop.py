@@ -298,8 +298,11 @@ def train(backend, module, local, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAW
     how = {name: more.pop(name) for name in more.keys() & {"clip", "precision"}}
     trainer = Trainer(module, local, backend=backend, seed=SEED, task=task_of(y), **how)
     who = {"t": ROUND, "clients": clients, "draws": draws}
-    chunk = trainer.chunk(models.flatten(module), x, y, sizes, **who, **more)
-    return {slot: (delta, loss) for slot, delta, loss in clients_of(chunk)}
+    model = models.flatten(module)
+    chunk = trainer.chunk(model, x, y, sizes, **who, **more)
+    found = {slot: (delta, loss) for slot, delta, loss in clients_of(chunk)}
+    assert torch.equal(model, models.flatten(module))  # clients of one round share it
+    return found
 
 
 # --- rules, and what torch has for them ---

@@ -12,7 +12,6 @@ and every chunk has the same shape wherever it runs:
 Either returns one vector, the exact sum of what its clients send.
 """
 
-import copy
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,14 +86,6 @@ class ClientActor:
         on_gpu = self.device.type != "cpu"
         self.rows = GpuRows(*rows, client.num_gpus) if on_gpu else Rows(*rows)
         module = models.build(experiment.model, self.form, experiment.seed)
-        self.module = copy.deepcopy(module).to(self.device).eval()
-        rule = experiment.personal
-        self.personal = (
-            Ditto(experiment, rule, self.shards, self.module)
-            if rule
-            else LocalParameters(self.module)
-        )
-        self.evaluator = Evaluator(experiment, self.shards, self.module, self.personal)
         self.trainer = Trainer(
             module,
             experiment.local,
@@ -106,6 +97,14 @@ class ClientActor:
             task=self.form.task,
             precision=client.precision,
         )
+        self.module = module.to(self.device).eval()  # the trainer has a copy
+        rule = experiment.personal
+        self.personal = (
+            Ditto(experiment, rule, self.shards, self.module)
+            if rule
+            else LocalParameters(self.module)
+        )
+        self.evaluator = Evaluator(experiment, self.shards, self.module, self.personal)
         parts = (self.rows, self.trainer, self.personal, self.progress)
         self.training = ChunkTraining(experiment, *parts)
         kinds = (KernelContribution, ScaledContribution, Contribution)

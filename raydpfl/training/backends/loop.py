@@ -32,7 +32,8 @@ class Loop(OneByOne):
     module: nn.Module
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
-        self.initial = module if local.trains else None  # which a user-defined `train` starts from
+        # which a user-defined `train` starts from
+        self.initial = copy.deepcopy(module) if local.trains else None
         self.module = copy.deepcopy(module).to(device).train()
         pools, norms, drops = (
             any(isinstance(layer, kind) for layer in self.module.modules())
