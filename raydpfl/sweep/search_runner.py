@@ -19,7 +19,7 @@ from raydpfl.config.yaml import read
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.experiment import Experiment
 from raydpfl.runtime.runner import hold_folder
-from raydpfl.storage.files import LOCK, read_text, remove
+from raydpfl.storage.files import LOCK, read_json, read_text, remove
 from raydpfl.storage.run_files import clear, make_folder, replace_file, write_json
 from raydpfl.sweep.resources import Resources
 from raydpfl.sweep.trials import Trial, check, name_of
@@ -67,7 +67,8 @@ class SearchRunner(ABC):
         self.specification = specification
         self.folder = folder.absolute()
         self.on_change = on_change
-        self.start_time = time.monotonic()
+        self._start_time = time.monotonic()
+        self._earlier_seconds = 0.0  # before it was resumed
         self._trials: dict[str, Trial] = {}  # by the name of the directory
         self._ready: deque[Trial] = deque()  # not handed out yet
 
@@ -75,6 +76,11 @@ class SearchRunner(ABC):
     def config(self) -> Path:
         """The config; nodes of the cluster look for it to tell whether they see the directory."""
         return self.folder / f"{self.kind}.yaml"
+
+    @property
+    def seconds(self) -> float:
+        """How long it has run, with all that came before a resume."""
+        return self._earlier_seconds + time.monotonic() - self._start_time
 
     @property
     def trials(self) -> list[Trial]:
@@ -181,11 +187,15 @@ class SearchRunner(ABC):
         with hold_folder(self.folder, BUSY_TIMEOUT):
             with self._report_write_errors():
                 self.tidy()
+                with suppress(OSError, ValueError, KeyError, TypeError):  # absent or torn
+                    summary = read_json(self.folder / "summary.json")
+                    self._earlier_seconds = float(summary["seconds"])
                 self.advance()
                 text = self.specification.to_yaml().encode()
                 replace_file(self.config, lambda file: file.write(text))
                 self.copy_inputs()
-                self.write(self.gather(is_over=False))  # in place of an earlier result
+                # in place of an earlier result
+                self.write(self.gather(is_over=False, seconds=self.seconds))
             yield
 
     @contextmanager
@@ -199,7 +209,7 @@ class SearchRunner(ABC):
     def save(self) -> None:
         """Writes the result so far."""
         with suppress(OSError, FileError):  # if the last writing fails too, it says so
-            self.write(self.gather(is_over=False))
+            self.write(self.gather(is_over=False, seconds=self.seconds))
 
     def write(self, result: Any) -> None:
         """Writes the tables and summary.json. Raises OSError, `FileError`."""
@@ -210,8 +220,7 @@ class SearchRunner(ABC):
 
     def finish(self, processes: int) -> Any:
         """The result, written. A result that could not be written has a problem."""
-        seconds = time.monotonic() - self.start_time
-        result = self.gather(is_over=True, seconds=seconds, processes=processes)
+        result = self.gather(is_over=True, seconds=self.seconds, processes=processes)
         try:
             self.write(result)
         except (OSError, FileError) as error:

@@ -305,6 +305,13 @@ def test_a_trial_renamed_as_it_says_is_trained_again_and_counts(out, typed):
     assert code == 0 and "Choosing among 5 private runs" in said
 
 
+def test_the_seconds_of_a_resumed_sweep_are_those_of_all_its_starts(out, typed):
+    summary = json.loads((out / "summary.json").read_text())
+    (out / "summary.json").write_text(json.dumps({**summary, "seconds": 1000.0}))
+    assert typed("sweep", out, "--resume")[0] == 0
+    assert 1000 < json.loads((out / "summary.json").read_text())["seconds"] < 1200
+
+
 def test_the_summary_of_another_trial_is_set_aside_and_made_again(out, caplog, typed):
     before = pq.read_table(out / "results.parquet").drop_columns(["seconds"])
     shutil.copy(of(out, 1.0, 3) / "summary.json", (a := of(out, 0.1, 3)) / "summary.json")
