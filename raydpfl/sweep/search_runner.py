@@ -1,6 +1,7 @@
 """A run of a sweep or a study: its trials, its directory, and what it writes there."""
 
 import functools
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -79,7 +80,9 @@ class SearchRunner(ABC):
 
     @property
     def seconds(self) -> float:
-        """How long it has run, with all that came before a resume."""
+        """How long it has run, with all that came before a resume that had trials to run."""
+        if self._earlier_seconds and all(trial.before for trial in self.trials):
+            return self._earlier_seconds
         return self._earlier_seconds + time.monotonic() - self._start_time
 
     @property
@@ -188,8 +191,8 @@ class SearchRunner(ABC):
             with self._report_write_errors():
                 self.tidy()
                 with suppress(OSError, ValueError, KeyError, TypeError):  # absent or torn
-                    summary = read_json(self.folder / "summary.json")
-                    self._earlier_seconds = float(summary["seconds"])
+                    seconds = read_json(self.folder / "summary.json")["seconds"]
+                    self._earlier_seconds = seconds if 0 <= seconds < math.inf else 0.0
                 self.advance()
                 text = self.specification.to_yaml().encode()
                 replace_file(self.config, lambda file: file.write(text))

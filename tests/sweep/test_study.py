@@ -4,6 +4,7 @@ import copy
 import hashlib
 import io
 import json
+import math
 import random
 import re
 import shutil
@@ -515,28 +516,48 @@ def test_a_claim_is_not_resolved_where_a_cell_shows_the_opposite(sign, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("gains", "verdict", "least"),
+    ("gains", "more", "verdict", "shown"),
     [
-        ([0.3, 0.1], "holds", 0.1),
-        ([0.3, -0.1], "reversed", -0.1),
-        ([0.3, 0.0], "not resolved", 0.0),
-        ([0.0, 0.0], "equal", 0.0),
+        ([0.3, 0.1], {}, "holds", 0.1),
+        ([0.3, -0.1], {}, "reversed", -0.1),
+        ([0.3, 0.0], {}, "not resolved", 0.0),
+        ([0.0, 0.0], {}, "equal", 0.0),
+        ([0.3, math.nan], {}, "not resolved", 0.3),
+        ([0.01, -0.02], {"within": 0.03}, "holds", -0.02),
+        ([0.01, -0.1], {"within": 0.03}, "reversed", -0.1),
+        ([0.3, 0.1], {"by": 0.2}, "reversed", 0.1),
     ],
 )
-def test_a_claim_of_every_cell_is_that_of_the_least(gains, verdict, least, tmp_path, monkeypatch):
+def test_a_claim_of_every_cell_is_that_of_the_cell_that_decides(
+    gains, more, verdict, shown, tmp_path, monkeypatch
+):
     def score(run):
         gain = gains[run.data.clients // 20 - 1] * (1 + run.seed / 100)
         return 0.5 + run.seed / 1000 + (gain if run.bounding.kind == "clip" else 0)
 
     scored(monkeypatch, score)
-    given = two(claims=[CLAIM | {"every_cell": True}])
-    given["panels"]["size"]["many"] = {"data.clients": 40}
-    (claim,) = played(given, tmp_path).summary["claims"]
+    study = two(claims=[CLAIM | {"every_cell": True} | more])
+    study["panels"]["size"]["many"] = {"data.clients": 40}
+    (claim,) = played(study, tmp_path).summary["claims"]
     assert claim["verdict"] == verdict
-    assert claim["difference"] == pytest.approx(1.02 * least)
-    # every cell has to hold, so that no level is corrected for their number
-    half = stats.t.ppf(0.975, 2) * 0.01 * abs(least) / np.sqrt(3)
+    assert claim["difference"] == pytest.approx(1.02 * shown)
+    # the level is that of any single cell
+    cells = sum(map(math.isfinite, gains))
+    half = stats.t.ppf(1 - 0.05 / cells / 2, 2) * 0.01 * abs(shown) / np.sqrt(3)
     assert claim["high"] - claim["low"] == pytest.approx(2 * half, abs=1e-5)  # rounding
+    assert claim["level"] == 1 - 0.05 / cells
+
+
+def test_sides_are_equal_where_no_cell_differs(tmp_path, monkeypatch):
+    def score(run):
+        gain = {20: 0.25, 40: -0.25}[run.data.clients]
+        return 0.5 + (gain if run.bounding.kind == "clip" else 0)
+
+    scored(monkeypatch, score)
+    study = two(claims=[CLAIM])
+    study["panels"]["size"]["many"] = {"data.clients": 40}
+    (claim,) = played(study, tmp_path).summary["claims"]
+    assert (claim["difference"], claim["verdict"]) == (0.0, "not resolved")
 
 
 def test_a_claim_is_not_run_where_none_of_its_cells_is(tmp_path, monkeypatch):

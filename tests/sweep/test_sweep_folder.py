@@ -1,6 +1,7 @@
 """What lies in a sweep's directory is checked before it is believed, and all of it counts."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -305,11 +306,16 @@ def test_a_trial_renamed_as_it_says_is_trained_again_and_counts(out, typed):
     assert code == 0 and "Choosing among 5 private runs" in said
 
 
-def test_the_seconds_of_a_resumed_sweep_are_those_of_all_its_starts(out, typed):
+@pytest.mark.parametrize(("before", "least"), [(1000.0, 1000.0), (math.nan, 0.0)])
+def test_the_seconds_of_a_resumed_sweep_are_those_of_all_its_starts(before, least, out, typed):
+    shutil.rmtree(of(out, 0.1, 3))
     summary = json.loads((out / "summary.json").read_text())
-    (out / "summary.json").write_text(json.dumps({**summary, "seconds": 1000.0}))
+    (out / "summary.json").write_text(json.dumps({**summary, "seconds": before}))
     assert typed("sweep", out, "--resume")[0] == 0
-    assert 1000 < json.loads((out / "summary.json").read_text())["seconds"] < 1200
+    seconds = json.loads((out / "summary.json").read_text())["seconds"]
+    assert least < seconds < least + 200
+    assert typed("sweep", out, "--resume")[0] == 0  # nothing is left to run
+    assert json.loads((out / "summary.json").read_text())["seconds"] == seconds
 
 
 def test_the_summary_of_another_trial_is_set_aside_and_made_again(out, caplog, typed):

@@ -39,6 +39,7 @@ from raydpfl.report.statistics import Resample, SeedValues
 from raydpfl.report.tables import PrintedCell, Row, Table, axes_row, number_cells
 
 ENDED_STATUSES = ("completed", "budget", "stopped")
+CELL_OUTCOMES = {"hold": "holds", "reversed": "reversed", "equal": "equal"}
 MAX_OUTCOMES = 6  # panels whose outcome stands at the top
 ResultRow = Mapping[str, Any]  # of results.parquet or tuning.parquet
 
@@ -136,16 +137,14 @@ class StudySource(PageSource):
             row |= {"of": score.words + (", points" if percent else "")}
             row |= {head: points_cell(value, percent) for head, value in numbers.items()}
             row |= {"level": level and f"{level:.2%}", "seeds": claim.get("seeds")}
-            row |= {"cells": claim["cells"], "of them hold": claim.get("holds")}
-            rows.append(row | {"of them reversed": claim.get("reversed")})
-        caption = "The difference that each claim says is above 0 (or above, or within, the number "
-        caption += (
-            "of `by`), paired by seed and averaged over its cells (of a claim of every cell: "
-        )
-        caption += (
-            "the least of them), and its interval, tuning included, at a level corrected for "
-        )
-        caption += "the number of claims. From summary.json."
+            row |= {"cells": claim["cells"]}
+            row |= {f"of them {name}": claim.get(key) for name, key in CELL_OUTCOMES.items()}
+            rows.append(row)
+        caption = "The difference that each claim is about, paired by seed: the mean over its "
+        caption += "cells, or for a claim of every cell that of the cell that decides. By: what it "
+        caption += "has to exceed, or to lie within, in place of 0. The interval includes tuning; "
+        caption += "its level is corrected for the number of claims, and of cells where one "
+        caption += "decides. From summary.json."
         pieces: list[Piece] = [Table("claims", "Claims", caption, rows)] if rows else []
         equal = []
         for group in self.summary.get("equal_arms", ()):

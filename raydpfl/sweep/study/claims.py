@@ -2,13 +2,13 @@
 
 A claim is an item of `study.claims`: `larger` and `smaller` are labels of cells (of any axes), or
 lists of them, whose numbers `of` are added; `at` the labels at which it is claimed. The difference
-of the two is taken seed by seed and averaged over the labels of all other axes. It `holds` if its
-interval lies above `by` (or within +-`within`), is `reversed` if it lies below (or beyond), and is
-`not resolved` else, or where a single cell shows the opposite. A claim of `every_cell` holds if
-that of each cell lies above, and is reversed if that of any lies below; its difference is that of
-the cell that is nearest to the opposite. Two sides are `equal` if their numbers are, in all seeds
-of all cells, whatever resampled tuning chooses. Levels are corrected for the number of claims
-(Bonferroni), and where any single cell may decide for that of cells too.
+of the two is taken seed by seed and averaged over the labels of all other axes. A claim `holds` if
+the interval lies above `by` (or within +-`within`), is `reversed` if it lies below (or beyond), and
+is `not resolved` otherwise, or where a single cell shows the opposite. A claim of `every_cell`
+holds if it holds in each cell, and is reversed if it is in any; its difference is that of the cell
+that decides. The sides are `equal` if their numbers are, in every seed of every cell, whatever
+resampled tuning seeds choose. Levels are corrected for the number of claims (Bonferroni), those of
+single cells for the number of cells too.
 """
 
 import math
@@ -27,7 +27,7 @@ from raydpfl.sweep.study.cells import label, strip_mark
 
 Labels = Mapping[str, str | None]
 OUTCOMES = ("holds", "reversed", "equal", "not resolved")
-LEVEL = 0.05  # the chance that any verdict of a study but `not resolved` is wrong, at most
+LEVEL = 0.05  # the chance that any `holds` or `reversed` of a study is wrong, at most
 
 
 class Claim(Section):
@@ -107,23 +107,22 @@ def verdicts(
     values: Mapping[tuple[tuple[str, Any], ...], Any],
 ) -> list[dict[str, Any]]:
     """What comes of each claim, for summary.json: `says`, `of`, `verdict` (not run: none of its
-    cells is there), the mean `difference` with its interval from `low` to `high` at the `level`,
+    cells has numbers), the `difference` with its interval from `low` to `high` at the `level`,
     `seeds`, and the numbers of `cells`, in all and by what a single one shows. `values`: by the
     sorted labels of a cell (`key`), what gives its `SeedValues` of a number by name.
     """
     differences = [_differences(claim, labels, values) for claim in claims]
-    count = max(sum(map(bool, differences)), 1)
+    count = max(sum(any(cell.spread().count for cell in cells) for cells in differences), 1)
     return [_verdict(claim, cells, count) for claim, cells in zip(claims, differences, strict=True)]
 
 
 def _differences(
     claim: Claim, labels: Mapping[str, Sequence[str]], values: Mapping[Any, Any]
 ) -> list[SeedValues]:
-    """The difference in each of the cells that are there with all their numbers."""
+    """The difference in each of the cells that are there, without numbers where runs failed."""
     cells = [[(sign, key(place)) for sign, place in terms] for terms in claim.cells(labels)]
     cells = [terms for terms in cells if all(place in values for _, place in terms)]
-    totals = [total([(sign, values[place](claim.of)) for sign, place in terms]) for terms in cells]
-    return [difference for difference in totals if difference.spread().count]
+    return [total([(sign, values[place](claim.of)) for sign, place in terms]) for terms in cells]
 
 
 def key(place: Labels) -> tuple[tuple[str, Any], ...]:
@@ -131,22 +130,28 @@ def key(place: Labels) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(place.items()))
 
 
-def _verdict(claim: Claim, cells: Sequence[SeedValues], claim_count: int) -> dict[str, Any]:
+def _verdict(claim: Claim, differences: Sequence[SeedValues], claim_count: int) -> dict[str, Any]:
     facts = {name: getattr(claim, name) for name in ("says", "of", "by", "within", "every_cell")}
+    cells = [cell for cell in differences if cell.spread().count]
     if not cells:
         return {**facts, "verdict": "not run", "cells": 0}
     level = 1 - LEVEL / claim_count
     cell_level = 1 - LEVEL / claim_count / len(cells)
     cell_outcomes = [_outcome(claim, cell, cell_level) for cell in cells]
+    outcomes = {*cell_outcomes}
     if claim.every_cell:
-        difference = min(cells, key=lambda cell: _margin(claim, cell.spread().mean))
-        # all have to hold, so that each may be wrong with the chance of one (Berger 1982)
-        outcomes = {"reversed"} & {*cell_outcomes} or {_outcome(claim, c, level) for c in cells}
-        outcome = outcomes.pop() if len(outcomes) == 1 else "not resolved"
+        level = cell_level
+        same = len(outcomes) == 1 and len(cells) == len(differences)
+        common_outcome = cell_outcomes[0] if same else "not resolved"
+        outcome = "reversed" if "reversed" in outcomes else common_outcome
+        pairs = zip(cells, cell_outcomes, strict=True)
+        deciding_cells = [cell for cell, cell_outcome in pairs if cell_outcome == outcome] or cells
+        difference = min(deciding_cells, key=lambda cell: _margin(claim, cell, level))
     else:
         difference = total([(1 / len(cells), cell) for cell in cells])
         outcome = _outcome(claim, difference, level)
-        if {outcome, *cell_outcomes} >= {"holds", "reversed"}:
+        cancels = outcome == "equal" and outcomes != {"equal"}
+        if cancels or {outcome, *outcomes} >= {"holds", "reversed"}:
             outcome = "not resolved"
     spread = difference.spread()
     half_width = spread.half_width(level)
@@ -164,14 +169,18 @@ def _verdict(claim: Claim, cells: Sequence[SeedValues], claim_count: int) -> dic
     }
 
 
-def _margin(claim: Claim, mean: float) -> float:
-    """By how much a difference is on the side that is claimed."""
-    return mean - claim.by if claim.within is None else claim.within - abs(mean)
+def _margin(claim: Claim, difference: SeedValues, level: float) -> float:
+    """By how much the whole interval is on the side that is claimed."""
+    spread = difference.spread()
+    mean = claim.within - abs(spread.mean) if claim.within else spread.mean - claim.by
+    half_width = spread.half_width(level)
+    return -math.inf if math.isnan(half_width) else mean - half_width
 
 
 def _outcome(claim: Claim, difference: SeedValues, level: float) -> str:
     samples = (difference.values, *difference.resamples.values())
-    if not (claim.by or claim.within or any(any(values.values()) for values in samples)):
+    zero = all(number == 0 for numbers in samples for number in numbers.values())
+    if zero and len(difference.values) > 1 and not (claim.by or claim.within):
         return "equal"
     spread = difference.spread()
     half_width = spread.half_width(level)  # NaN, of a single seed, resolves nothing
@@ -192,7 +201,8 @@ def verdict_line(verdict: Mapping[str, Any]) -> str:
     factor, unit = (100, " points") if number.percent else (1, "")
     low, high = (verdict[name] for name in ("low", "high"))
     interval = "" if low is None else f" ({factor * low:+.4g} to {factor * high:+.4g}{unit})"
-    cells = f", {verdict['holds']} of {verdict['cells']} cells hold" if verdict["cells"] > 1 else ""
-    cells += ", the least" if verdict["every_cell"] else ""
+    several = verdict["cells"] > 1
+    cells = f", {verdict['holds']} of {verdict['cells']} cells hold" if several else ""
+    place = " in the cell that decides" if several and verdict["every_cell"] else ""
     mean = f"{factor * verdict['difference']:+.4g}{unit}"
-    return f"{verdict['says']}: {verdict['verdict']}{cells}; {number.words} {mean}{interval}"
+    return f"{verdict['says']}: {verdict['verdict']}{cells}; {number.words} {mean}{interval}{place}"
