@@ -51,6 +51,9 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
+SHARED = nn.Linear(6, 6)
+
+
 class OwnModel(models.Model):
     kind: str
     width: int = 3
@@ -75,6 +78,10 @@ def spectral() -> nn.Linear:
 
 def linear(wide=6) -> nn.Linear:
     return nn.Linear(wide, 6)
+
+
+def shared() -> nn.Linear:
+    return SHARED
 
 
 @pytest.fixture(autouse=True)
@@ -321,6 +328,13 @@ def test_a_factory_an_own_model_class_and_lazy_layers_are_taken():
         for _ in range(2)
     ]
     assert torch.equal(*lazy) and len(lazy[0]) == 30
+
+
+def test_a_function_that_returns_one_module_every_time_makes_a_copy_of_it():
+    before = models.flatten(SHARED)
+    models.load(build((6,), 6, kind="user_nets:shared"), torch.zeros(42))
+    assert torch.equal(models.flatten(SHARED), before)
+    assert torch.equal(models.flatten(build((6,), 6, kind="user_nets:shared")), before)
 
 
 def test_only_trainable_parameters_are_sent():

@@ -57,6 +57,17 @@ def test_sgds_own_step_is_what_its_coefficients_say():
         torch.testing.assert_close(now[0], x)
 
 
+class Careless(Local):
+    def step(self, x, gradient, state, at):
+        at.model.mul_(0.5)
+        return x.sub_(at.lr * gradient), state
+
+
+@pytest.mark.parametrize("backend", ["fused", "one_batch", "vmap", "loop"])
+def test_a_rule_that_writes_to_its_arguments_leaves_the_model_of_the_round(backend):
+    train(backend, made("mlp"), Careless(steps=3, batch=4, lr=0.1), *rows())  # asserts it
+
+
 def test_a_class_with_a_rule_of_its_own_is_not_taken_for_a_linear_one():
     assert Local().linear() == LinearRule()
     assert Sgd(momentum=0.5, proximal=0.1).linear() == LinearRule(0.5, 0.0, 0.1)

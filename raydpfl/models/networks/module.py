@@ -1,5 +1,6 @@
 """Any module of the user's own."""
 
+import copy
 import inspect
 from collections.abc import Callable
 from types import FunctionType
@@ -28,10 +29,12 @@ class Module(Model):
     def of(self, form: Form) -> nn.Module:
         make = factory(self.kind)
         try:
-            return make(**self.args)
+            module = make(**self.args)
         except USER_EXCEPTIONS as error:  # a user's constructor may raise anything
             expected = f"what {self.kind} can be called with ({located_message(error)})"
             raise ConfigError("model.args", self.args, expected) from None
+        # a function may return one object every time
+        return copy.deepcopy(module) if isinstance(make, FunctionType) else module
 
 
 def factory(path: str) -> Callable[..., Any]:

@@ -312,7 +312,10 @@ class Rule:
 
     @classmethod
     def from_chunk(cls, local: Local, model: torch.Tensor, chunk: ChunkData) -> Rule:
-        """The rule at the start of a chunk; `model` is x_t, float32 [D]."""
+        """The rule at the start of a chunk; `model` is x_t, float32 [D]. It is copied, as
+        user-defined code may write to it.
+        """
+        model = model.clone()
         x = model.expand(len(chunk.sizes), -1).clone()
         if chunk.starts is not None:
             x = chunk.starts.initial[:, : len(model)].clone()

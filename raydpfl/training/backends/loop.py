@@ -32,7 +32,7 @@ class Loop(OneByOne):
     module: nn.Module
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
-        # which a user-defined `train` starts from
+        # a user-defined `train` starts from it
         self.initial = copy.deepcopy(module) if local.trains else None
         self.module = copy.deepcopy(module).to(device).train()
         pools, norms, drops = (
