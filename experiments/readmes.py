@@ -42,8 +42,9 @@ PAPERS = {
         "Chen, Ding, Bao, Zhou and Jin, *Differentially Private Federated Learning on Non-iid "
         "Data: Convergence Analysis and Adaptive Optimization* (2024). By `paper` DPNFL and "
         "AdDPNFL have noise by tCDP and the baselines by RDP; by `true` all have exact accounting "
-        "at the same epsilon. Clients for whom a condition of tCDP fails, as after one or two "
-        "participations, have noise by exact accounting in either.",
+        "at the same epsilon. Clients for whom a condition of tCDP fails have noise by exact "
+        "accounting in either: at small after one or two participations, and in 002/fig1-network "
+        "those of fewer than 500 rows.",
     ),
     "003": (
         "personal privacy budgets and privacy-aware selection",
@@ -53,9 +54,9 @@ PAPERS = {
     ),
     "simulators": (
         "workloads of other simulators",
-        "What the field's simulators publish about themselves, and two comparisons from their "
-        "papers, on data that are here: at scale `paper` with the same clients, cohorts, batches, "
-        "rates and nets. "
+        "What FLUTE, BlazeFL and pfl-research publish about themselves, at scale `paper` with the "
+        "same clients, cohorts, batches, rates and nets; and workloads after LEAF, Wang et al., "
+        "Andrew et al. and Kairouz et al., on other data and with values chosen here. "
         "`docs/simulators.md` has their numbers beside ours.",
     ),
 }
@@ -72,7 +73,7 @@ PROTOCOL = (
 )
 MARK = "## What was found"
 STATES = (
-    "The command runs what shows the item, at the scale of its first state. "
+    "The command shows the item, a study at the scale of its first state, or at `paper`. "
     "`small` and `paper`: a table of that scale lies here. `smoke`: the study runs in the tests, "
     "at a size that says nothing of the claim. `not run`: it is of the scale `paper` alone. "
     "`test`: an accountant, a formula or a solver that a test holds to the paper. "
@@ -209,13 +210,13 @@ def items() -> str:
             where = item["where"]
             command, state = f"`pytest {where}`" if where else "", "test" if where else "missing"
             if where and ".py" not in where:
-                command, state = _shown_by(where, item["label"])
+                command, state = _command_and_state(where, item["label"])
             cells = (item["paper"], item["item"], command, state, item["note"])
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def _shown_by(name: str, label: str) -> tuple[str, str]:
+def _command_and_state(name: str, label: str) -> tuple[str, str]:
     """The command that runs a study, and the scales at which it lies here with this label; else
     whether the tests run it.
     """
