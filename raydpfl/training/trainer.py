@@ -54,7 +54,8 @@ class Trainer:
     bits depend on its rows, key and slot, the shapes C and n and the steps of the chunk's clients
     (`planned_steps`), not on what else is in the other slots. Arguments:
 
-        parameters: the model, float32 [D], all that is trained.
+        parameters: the model, float32 [D], all that is trained. It is read until the last block
+            is there, and never written to.
         x: [C, n, *shape], float32, or integers for a module that takes int64; rows from sizes[i] on
             are never looked at.
         y: [C, n, *target], integers or floats, as the task has it.

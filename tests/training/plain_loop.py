@@ -299,10 +299,16 @@ def train(backend, module, local, x, y, sizes=SIZES, clients=CLIENTS, draws=DRAW
     trainer = Trainer(module, local, backend=backend, seed=SEED, task=task_of(y), **how)
     who = {"t": ROUND, "clients": clients, "draws": draws}
     model = models.flatten(module)
-    chunk = trainer.chunk(model, x, y, sizes, **who, **more)
-    found = {slot: (delta, loss) for slot, delta, loss in clients_of(chunk)}
-    assert torch.equal(model, models.flatten(module))  # clients of one round share it
-    return found
+    round_model, other_model = model.clone(), torch.full_like(model, 7.0)
+    models.load(module, other_model)  # as an evaluation does
+    try:
+        chunk = trainer.chunk(round_model, x, y, sizes, **who, **more)
+        updates = {slot: (delta, loss) for slot, delta, loss in clients_of(chunk)}
+        assert torch.equal(models.flatten(module), other_model)
+    finally:
+        models.load(module, model)
+    assert torch.equal(round_model, model)  # clients of one round share it
+    return updates
 
 
 # --- rules, and what torch has for them ---

@@ -464,7 +464,8 @@ class Backend:
         one by one, else as `ChunkData.blocks` says.
 
         `parameters` is the model, float32 [D], all that is trained in the order of the module's
-        parameters; so are the updates. A diverged update is passed on as it is. A slot of
-        `chunk.clipped` and of `chunk.starts` is filled by the time that its block is yielded.
+        parameters; so are the updates. It is never written to. A diverged update is passed on as it
+        is. A slot of `chunk.clipped` and of `chunk.starts` is filled by the time that its block is
+        yielded.
         """
         raise NotImplementedError
