@@ -59,7 +59,7 @@ from raydpfl.privacy.guarantee import (
     sentences,
     tightest_guarantees,
 )
-from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget
+from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget, segments_of
 from raydpfl.privacy.local_steps import LocalSteps, Release
 from raydpfl.privacy.local_steps_calibration import calibrate_local_steps
 from raydpfl.privacy.mechanism import Event, Mechanism, Query, Survey
@@ -113,6 +113,7 @@ __all__ = [
     "report_of",
     "rigorous",
     "rounds_for",
+    "segments_of",
     "sentences",
     "tightest_guarantees",
     "together",

@@ -12,6 +12,7 @@ from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants import accountant_of
 from raydpfl.privacy.accounting import UNREACHED_DELTA, epsilon
+from raydpfl.privacy.group import GroupSampling
 from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.privacy.search import largest_count, narrow_bracket
 from raydpfl.privacy.types import Relation
@@ -46,8 +47,9 @@ def noise_for(
     rounds = mechanism.rounds if rounds is None else rounds
     arguments = (target, mechanism, relation, delta, accountant, rounds, v)
     # a name does not say what user-defined code computes
-    classes = type(mechanism.sampling.scheme), type(accountant_of(accountant))
-    if any(map(is_user_defined, classes)):
+    scheme = mechanism.sampling.scheme
+    scheme = scheme.scheme if isinstance(scheme, GroupSampling) else scheme
+    if is_user_defined(type(scheme)) or is_user_defined(type(accountant_of(accountant))):
         return _search(*arguments)
     question = [mechanism.with_noise(1.0).digest(), rounds, relation, delta, accountant, v, target]
     return cached_multipliers(question, lambda: _search(*arguments))

@@ -248,7 +248,8 @@ def best_of(
 
 def _views_by_observer(runs: Sequence[RunRelease]) -> list[list[ObserverView]]:
     """What each observer sees of every run: of sums, not knowing the cohorts and (where that
-    differs) knowing them; of single updates, where all have noise.
+    differs) knowing them; of single updates, where all have noise; of what colluders know, where
+    all have colluders.
     """
     relations = {run.relation for run in runs}
     if len(relations) > 1:
@@ -256,13 +257,14 @@ def _views_by_observer(runs: Sequence[RunRelease]) -> list[list[ObserverView]]:
         raise ConfigError("privacy.relation", sorted(relations), expected)
     rows = [[*accounting.views(r.mechanism, r.relation, r.rounds, r.participations)] for r in runs]
     sums = [[view for view in row if view.observer == Observer.AGGREGATES] for row in rows]
-    updates = [[view for view in row if view.observer == Observer.UPDATES] for row in rows]
     first_views = [row[0] for row in sums]
     by_observer = [first_views, [row[-1] for row in sums]]
     if not any(view.mechanism.hidden for view in first_views):
         del by_observer[0]
-    if all(updates):
-        by_observer.append([row[-1] for row in updates])
+    for observer in (Observer.UPDATES, Observer.COLLUDERS):
+        of_observer = [[view for view in row if view.observer == observer] for row in rows]
+        if all(of_observer):
+            by_observer.append([views[-1] for views in of_observer])
     return by_observer
 
 

@@ -18,7 +18,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -148,10 +148,7 @@ class Ledger:
 
     def _add(self, line: bytes, entry: dict[str, Any]) -> None:
         """Takes up an entry, in the last of the segments or as the first of a new one."""
-        restart, first_round = entry.get("restart", 0), entry["round"]
-        if self._last.restart == restart:
-            first_round = self._segments.pop().first
-        self._segments.append(Segment(restart, first_round, entry["round"] + 1))
+        _extend(self._segments, entry)
         self._lines.append(line)
 
     def _append(self, line: bytes) -> None:
@@ -165,6 +162,22 @@ class Ledger:
             finally:
                 os.close(descriptor)
         storage.push_ledger(self.path)
+
+
+def segments_of(entries: Iterable[Mapping[str, Any]]) -> tuple[Segment, ...]:
+    """The rounds of the lines of a ledger, divided where the run was restarted."""
+    segments: list[Segment] = []
+    for entry in entries:
+        _extend(segments, entry)
+    return tuple(segments)
+
+
+def _extend(segments: list[Segment], entry: Mapping[str, Any]) -> None:
+    """Adds the round of an entry to the last of the segments, or as the first of a new one."""
+    restart, first_round = entry.get("restart", 0), entry["round"]
+    if segments and segments[-1].restart == restart:
+        first_round = segments.pop().first
+    segments.append(Segment(restart, first_round, entry["round"] + 1))
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike
 
 from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
-from raydpfl.privacy.group import group_sampling
+from raydpfl.privacy.group import GroupSampling, group_sampling
 from raydpfl.privacy.integer_noise import IntegerNoise, SkellamLoss
 from raydpfl.privacy.laplace import laplace_sampling
 from raydpfl.privacy.sampling import Sampling
@@ -478,6 +478,8 @@ class Mechanism:
         sampling = asdict(self.sampling)
         scheme = self.sampling.scheme
         sampling["kind"] = scheme.kind
+        if isinstance(scheme, GroupSampling):
+            sampling["group"] = [scheme.scheme.kind, scheme.group]
         if is_user_defined(type(scheme)):
             sampling["law"] = scheme.words(self.sampling)
         tree = {

@@ -582,7 +582,7 @@ def three_gaussians_curve(q: float, absent: float, other: float) -> Curve:
         for log, shift in zip(logs, (absent, other), strict=True):
             share = shift * x + log
             mills = log_ndtr(x - shift) - log_ndtr(x) - shift * x + shift**2 / 2
-            rest = rest - np.exp(share) * np.expm1(np.minimum(mills, 0.0))
+            rest = rest - np.exp(np.minimum(share, 0.0)) * np.expm1(np.minimum(mills, 0.0))
         return q * np.exp(log_ndtr(x)) * rest
 
     return curve

@@ -20,10 +20,12 @@ from raydpfl.privacy import (
     Mechanism,
     Repetition,
     RunRelease,
+    Segment,
     StepsRelease,
     best_of,
     compose_step_runs,
     rigorous,
+    segments_of,
     together,
 )
 from raydpfl.simulation.plan import Plan
@@ -61,6 +63,11 @@ class StoredRun:
     def key(self) -> str:
         """What tells its noise from that of others, in its ledger; empty: it has not begun."""
         return str(self.ledger[-1]["key"]) if self.ledger else ""
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The rounds of its ledger, divided where it was restarted with fresh noise."""
+        return segments_of(self.ledger or ())
 
     @property
     def rounds(self) -> int:
@@ -242,20 +249,17 @@ def release_of(run: StoredRun, plan: Plan) -> RunRelease:
     """What a run has released."""
     experiment = plan.experiment
     lines, rounds = run.ledger, run.rounds
-    # released again, with other noise and cohorts
-    repeated_rounds = len(lines) - rounds if lines else 0
-    composed_rounds = int(plan.composed_rounds[rounds - 1]) + repeated_rounds if rounds else 0
+    plan = plan.extend_history(run.segments)
+    composed_rounds = 0
+    if rounds:
+        composed_rounds = int(plan.composed_rounds[rounds - 1]) + plan.extra_composed_rounds
     mechanism = cast(Mechanism, plan.mechanism)
-    epoch = mechanism.sampling.epoch
-    if epoch and repeated_rounds:  # every epoch of cohorts of one seed in full
-        touched_epochs = {(line.get("restart", 0), line["round"] // epoch) for line in lines or ()}
-        composed_rounds = epoch * len(touched_epochs)
     surveys = int(plan.surveys[rounds - 1]) if rounds else 0
     if mechanism.survey and lines:
         surveys = sum(line.get("survey_std", 0.0) > 0 for line in lines)
-    has_counts = experiment.noise.stands_for is None and not repeated_rounds
+    has_counts = experiment.noise.stands_for is None and not plan.repeated
     origin = plan.origin()
-    facts = [experiment.selection.meaning(), origin["clients"], origin["cohorts"], repeated_rounds]
+    facts = [experiment.selection.meaning(), origin["clients"], origin["cohorts"], plan.repeated]
     return RunRelease(
         name=run.name,
         mechanism=mechanism.with_surveys(surveys),

@@ -11,25 +11,29 @@ from raydpfl import models
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.methods import server
-from raydpfl.privacy import LocalSteps, Mechanism
+from raydpfl.privacy import LocalSteps, Mechanism, Segment
 from raydpfl.privacy.calculator import Budget, PersonalBudget, Unknown
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.resolution import resolve
 
 
 def planned_budget(
-    experiment: Experiment, data_root: Path | None = None, person: int | None = None
+    experiment: Experiment,
+    data_root: Path | None = None,
+    person: int | None = None,
+    segments: tuple[Segment, ...] = (),
 ) -> Budget | PersonalBudget:
     """What a run would guarantee, with its cohorts drawn, and the noise that each accountant would
     ask for; client by client if the noise is at local steps. Nothing is trained; the data (in
     `data_root`) are prepared, for the clients' sizes. `person`: how many samples of a client a
-    person has; None: all. Raises `ConfigError` for a run that would be refused, or has no noise.
+    person has; None: all. `segments`: what the run has released; rounds from before a restart with
+    fresh noise count too. Raises `ConfigError` for a run that would be refused, or has no noise.
     """
     experiment = strip_model(experiment)
     if not experiment.private:
         expected = "a noise with a budget, such as noise={kind: gaussian, epsilon: 8}"
         raise ConfigError("noise.kind", experiment.noise.kind, expected)
-    plan = resolve(experiment, data_root)
+    plan = resolve(experiment, data_root).extend_history(segments)
     experiment = plan.experiment
     participations = plan.participations(experiment.rounds)
     budget: Budget | PersonalBudget
@@ -41,6 +45,9 @@ def planned_budget(
         raise ConfigError("--person", person, expected)
     else:
         budget = _cohort_budget(plan, cast(Mechanism, plan.mechanism), participations)
+    if plan.history:
+        count = sum(map(len, plan.history))
+        budget.notes.append(f"{count} rounds from before a restart with fresh noise count too")
     if experiment.privacy.budget is not None:
         budget.notes.append(_budget_note(plan, experiment.privacy.budget))
     return budget
@@ -54,6 +61,9 @@ def _cohort_budget(plan: Plan, mechanism: Mechanism, participations: Counter) ->
     updates, *side_queries = mechanism.queries
     updates = replace(updates, bound=updates.bound * scale, std=updates.std * scale)
     mechanism = replace(mechanism, queries=(updates, *side_queries))
+    if plan.history:
+        rounds = int(plan.composed_rounds[-1]) + plan.extra_composed_rounds
+        mechanism = replace(mechanism, rounds=rounds).with_surveys(int(plan.surveys[-1]))
     target = experiment.noise.target()
     unknown: Unknown = "epsilon" if target is None else "noise"
     is_virtual = experiment.noise.stands_for is not None

@@ -252,6 +252,14 @@ def test_first_responders_of_one_scale_are_a_uniform_cohort(kind, contacted):
     assert unlike.sampling(population).kind == "public"
 
 
+def test_equal_response_times_favour_nobody():
+    population = Population.balanced(6)
+    response = {"kind": "pareto", "alpha": 1e17}  # all times round to 1
+    selection = member("first_responders", cohort=3, response=response)
+    law = subsets(range(6), 3)
+    assert p_value(counted(selection, population, range(3000)), law) > 1e-4
+
+
 @pytest.mark.parametrize(("contacted", "cohort", "always"), [(40, 10, 8), (20, 5, 4)])
 def test_fast_clients_stay_fast_from_round_to_round(contacted, cohort, always):
     """Scales far apart, hardly any luck: the fastest always come, the slowest half never."""

@@ -15,10 +15,20 @@ from scipy.stats import norm
 from raydpfl import privacy
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import overridden
-from raydpfl.privacy import Mechanism, Query, RunRelease, Sampling, compose_step_runs, pld, together
+from raydpfl.privacy import (
+    Mechanism,
+    Query,
+    RunRelease,
+    Sampling,
+    compose_step_runs,
+    pld,
+    segments_of,
+    together,
+)
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.privacy.guarantee import Observer
 from raydpfl.simulation.composed_runs import StoredRun, compose, compose_trials
+from raydpfl.simulation.resolution import resolve
 
 BOTH = ["pld", "rdp"]
 
@@ -341,3 +351,32 @@ def test_stored_runs_compose_with_the_rounds_of_their_ledgers():
     other = replace(a, ledger=[{**begun[0], "mechanism": "other"}])
     with pytest.raises(ConfigError, match="whose ledger has the mechanism of its config"):
         compose([other, b])
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        "noise={kind: gaussian, multiplier: 1.0, schedule: {decay: 2.0}}",
+        "noise={kind: tree_gaussian, multiplier: 1.0}",
+    ],
+)
+def test_a_restarted_run_composes_the_noise_of_every_release(noise):
+    run = stored("a", "rounds=8", "selection={kind: full}", "privacy.accountants=[pld]", noise)
+    plan = resolve(run.experiment)
+    line = {"mechanism": plan.mechanism.round_digest(), "epsilon": {}, "key": "a"}
+    restarts = [0, 0, 0, 1, 1, 1]
+    ledger = [{**line, "round": i % 3, "restart": n} for i, n in enumerate(restarts)]
+    restarted = plan.extend_history(segments_of(ledger))
+    expected = restarted.curves()["pld"][2]
+    joint = compose([replace(run, ledger=ledger)])
+    assert joint.epsilon.epsilon == pytest.approx(expected, rel=1e-6)
+    assert joint.epsilon.epsilon > plan.curves()["pld"][5]
+
+
+def test_colluders_of_all_runs_are_composed():
+    runs = [released("fixed", 100, 3.0, 5, seed, relation="zero_out") for seed in (0, 1)]
+    mechanism = replace(runs[0].mechanism, placement="client", colluders=5)
+    joint = together([replace(run, mechanism=mechanism) for run in runs], 1e-5, ["pld"])
+    (known,) = [one for one in joint.guarantees if one.observer == Observer.COLLUDERS]
+    seen = mechanism.with_colluders(known_cohorts=True).with_known_cohorts()
+    assert known.epsilon == pytest.approx(privacy.epsilon(seen, "zero_out", 1e-5, 10, "pld"), 1e-6)

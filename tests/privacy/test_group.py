@@ -70,6 +70,15 @@ def test_of_one_unit_the_curves_are_those_of_a_unit():
         assert found == pytest.approx(one(EPSILONS), rel=1e-8)
 
 
+@pytest.mark.parametrize("draw", range(20))
+def test_far_beyond_all_losses_the_curve_of_three_gaussians_is_zero(draw):
+    random = stream(1, Purpose.DATA, draw=draw)
+    q, mu = random.uniform(0.01, 0.9), random.uniform(0.1, 2.0)
+    with np.errstate(over="raise", invalid="raise"):
+        for absent, other in ((mu, 2 * mu), (2 * mu, mu)):
+            assert pld.three_gaussians_curve(q, absent, other)(np.array([1e30])) == [0.0]
+
+
 @pytest.mark.parametrize("draw", range(24))
 @pytest.mark.parametrize("zeros", [False, True])
 def test_no_person_in_a_batch_of_fixed_size_passes_the_curve(draw, zeros):
@@ -194,3 +203,15 @@ def test_a_person_is_refused_where_nothing_covers_her(fields):
     run = Mechanism(Sampling(population=100, cohort=10, **fields), (Query("updates", 1.0, 1.0),), 1)
     with pytest.raises(ConfigError, match="person = 3: expected none with sampling"):
         run.person_mechanism(3)
+
+
+def test_groups_of_other_schemes_are_other_mechanisms():
+    queries = (Query("updates", 1.0, 1.0),)
+    digests = {
+        Mechanism(Sampling(kind, 100, 10), queries, 10, unit="sample", placement="step")
+        .person_mechanism(group)
+        .digest()
+        for kind in ("fixed", "poisson")
+        for group in (4, 5)
+    }
+    assert len(digests) == 4

@@ -311,7 +311,9 @@ def test_without_a_checkpoint_the_ledger_itself_knows_the_key(tmp_path, elsewher
     ],
     ids=["hidden", "public", "adaptive"],
 )
-def test_fresh_noise_goes_on_and_counts_what_was_released_twice(sections, tmp_path, elsewhere):
+def test_fresh_noise_goes_on_and_counts_what_was_released_twice(
+    sections, tmp_path, elsewhere, typed
+):
     """Five rounds were released, of which two lie beyond the checkpoint: they are released again,
     under noise of their own.
     """
@@ -336,6 +338,10 @@ def test_fresh_noise_goes_on_and_counts_what_was_released_twice(sections, tmp_pa
     again = run(experiment(**sections, **LONG), out, resume=True)
     assert again.summary["model_sha256"] == result.summary["model_sha256"]
     assert again.guarantees == result.guarantees
+    code, answer, _ = typed("budget", out, "--json")
+    answer = json.loads(answer)
+    assert code == 0 and "5 rounds from before a restart with fresh noise" in answer["notes"][-1]
+    assert answer["guarantees"][0]["epsilon"] == pytest.approx(result.guarantees[0].epsilon)
 
 
 def test_fresh_noise_at_local_steps_counts_each_clients_participations_of_both(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -120,7 +120,7 @@ def budget(
         expected = "none with a CONFIG; change its fields, as in noise.epsilon=3"
         _check_options(values, {"data_root"} if search else {"data_root", "person"}, expected)
         from raydpfl.experiment import Experiment
-        from raydpfl.simulation import planned_guarantee
+        from raydpfl.simulation import composed_runs, planned_guarantee
 
         imports = set(Experiment.model_fields) - {"model", "server"}
         with stored_code(config, trust_code):
@@ -130,8 +130,12 @@ def budget(
                 sweep = read_sweep(config, overrides or (), False)[0]
                 answer = private_search_composition(sweep, data_root)
             else:
-                experiment = read("budget", config, overrides, imports, trust_code)[0]
-                answer = planned_guarantee.planned_budget(experiment, data_root, person)
+                experiment, folder = read("budget", config, overrides, imports, trust_code)
+                ledger_folder = None if overrides else folder
+                with _ledger_place(ledger_folder) as place:
+                    run = composed_runs.StoredRun.of(config, experiment, place)
+                segments = run.segments
+                answer = planned_guarantee.planned_budget(experiment, data_root, person, segments)
     else:
         answer = calculator.from_options(**values)
     if as_json:
@@ -161,10 +165,16 @@ def _compose_runs(
         for name in runs:
             stack.enter_context(stored_code(name, trust_code))
             experiment, folder = read("budget", name, None, imports, trust_code)
-            reading = storage.readable_folder(name, "run", "ledger.jsonl".__eq__)
-            place = stack.enter_context(reading) if folder else None
+            place = stack.enter_context(_ledger_place(folder))
             stored_runs.append(composed_runs.StoredRun.of(name, experiment, place))
         return composed_runs.compose(stored_runs, root, values.get("delta"))
+
+
+def _ledger_place(folder: str | None) -> AbstractContextManager[Path | None]:
+    """Where the ledger of a run directory can be read; None: there is no directory."""
+    if folder is None:
+        return nullcontext()
+    return storage.readable_folder(folder, "run", "ledger.jsonl".__eq__)
 
 
 AUDITED = "Where audit.json and scores.parquet go; default: a new one under runs/."

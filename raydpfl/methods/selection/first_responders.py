@@ -108,12 +108,16 @@ class FirstResponders(Sized):
         clients = np.arange(contacted_count)
         if contacted_count < count:
             clients = distinct(stream(seed, Purpose.COHORT, t=t), count, contacted_count)
-        times = self.response.times(stream(seed, Purpose.RESPONSE, t=t), contacted_count)
+        generator = stream(seed, Purpose.RESPONSE, t=t)
+        times = self.response.times(generator, contacted_count)
+        ties = generator.random(contacted_count)  # which of equal times comes first
         if self.spread:
-            generator = stream(seed, Purpose.RESPONSE, step=1)
-            scales = population.cached(("scales", seed), lambda: generator.standard_normal(count))
+            scale_stream = stream(seed, Purpose.RESPONSE, step=1)
+            scales = population.cached(
+                ("scales", seed), lambda: scale_stream.standard_normal(count)
+            )
             times = times * np.exp(self.spread * scales[clients])
-        return Cohort.of(clients[np.argsort(times, kind="stable")[: self.cohort]])
+        return Cohort.of(clients[np.lexsort((ties, times))[: self.cohort]])
 
     def sampling(self, population: Population) -> Sampling:
         if not self.spread:
