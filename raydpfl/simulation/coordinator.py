@@ -23,6 +23,7 @@ from raydpfl.core import exact_sum
 from raydpfl.core.messages import BOUNDS, Broadcast, ChunkResult, Columns, Facts, Grid, Work
 from raydpfl.data import Shards
 from raydpfl.errors import RunError
+from raydpfl.methods.hook_values import array_of
 from raydpfl.methods.noise import SideQuery
 from raydpfl.methods.probes import Finished, Round
 from raydpfl.methods.selection import Cohort
@@ -217,6 +218,7 @@ class Coordinator:
             return bound
         sums = self.noisy_answers(t, cohort, columns)
         new_bound = bounding.adapt(bound, sums, clients, self.state.states["bounding"])
+        new_bound = float(array_of(f"bounding.kind {bounding.kind}: adapt", new_bound, ()))
         if not BOUNDS[0] <= new_bound <= BOUNDS[1]:
             problem = f"the adaptive bound left its range ({new_bound:g} after round {t})"
             raise RunError(f"{problem}; look at what bounding.kind {bounding.kind} makes of it")
@@ -238,7 +240,8 @@ class Coordinator:
                 raise RunError(
                     f"{kind} gives no answers to its query {query.name}; it answers {names}"
                 )
-            answers = np.nan_to_num(by_query[query.name])
+            subject = f"{kind}: answers, to {query.name},"
+            answers = np.nan_to_num(array_of(subject, by_query[query.name], (len(cohort),)))
             max_answer = float(np.abs(answers).max(initial=0.0))
             if not max_answer <= query.bound:
                 excess = f"{max_answer:g}, above its bound of {query.bound:g}"
