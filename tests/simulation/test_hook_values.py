@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 from conftest import experiment
 
 from raydpfl import run
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.bounding import BoundingQuery, Clip
 from raydpfl.methods.probes import Probe
+from raydpfl.methods.server import Server, ServerSgd
 
 
 def probe(columns=(), values=(), **given):
@@ -96,6 +98,37 @@ class Whole(Asking):
         return 2
 
 
+class Dotted(Server):
+    """Momentum whose state has names as layers have them, and names that `start` does not give."""
+
+    names: tuple[str, ...] = ("v.all",)
+
+    def start(self, d):
+        return {name: np.zeros(d) for name in self.names}
+
+    def direction(self, update, state):
+        assert state.keys() >= set(self.names)
+        for name in (*self.names, "a", "a.b", ".", "50%2E", "ü/ö"):
+            state[name] = 0.9 * state.get(name, 0.0) + update
+        return sum(state.values())
+
+
+class Listed(ServerSgd):
+    def start(self, d):
+        return [np.zeros(d)]
+
+
+class Numbers(ServerSgd):
+    def start(self, d):
+        return {"steps": 0}
+
+
+class Tensors(Server):
+    def direction(self, update, state):
+        state["v"] = torch.from_numpy(update)
+        return update
+
+
 def kind(name, **fields):
     return {"kind": f"{__name__}:{name}", **fields}
 
@@ -141,3 +174,32 @@ def test_a_bound_that_is_a_whole_number_is_gone_on_with(tmp_path):
     whole = experiment(bounding=kind("Whole", bound=1.0))
     run(whole, tmp_path / "out", on_rows=lambda rows: rows[0]["round"] == 1)
     assert run(whole, tmp_path / "out", resume=True).summary["rounds"] == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Listed", "Listed: start gives list, not a dict of arrays by name"),
+        ("Numbers", "Numbers: start gives int by 'steps', not an array by a name"),
+        ("Tensors", "the state of server is Tensor by 'v', not an array by a name"),
+    ],
+)
+def test_a_server_that_gives_what_it_may_not_ends_the_run_by_name(name, said, tmp_path):
+    with pytest.raises(RunError, match=said):
+        run(experiment(server=kind(name)), tmp_path / "out")
+
+
+def test_a_state_is_resumed_whatever_its_names(tmp_path):
+    dotted = experiment(server=kind("Dotted"))
+    whole = run(dotted, tmp_path / "whole")
+    run(dotted, tmp_path / "out", on_rows=lambda rows: rows[0]["round"] == 1)
+    resumed = run(dotted, tmp_path / "out", resume=True)
+    assert resumed.summary["model_sha256"] == whole.summary["model_sha256"]
+
+
+def test_a_checkpoint_without_a_state_that_the_class_starts_with_is_refused(tmp_path, monkeypatch):
+    run(experiment(server=kind("Dotted")), tmp_path / "out", on_rows=lambda rows: True)
+    started = {"v.all": np.zeros(1), "w": np.zeros(1)}
+    monkeypatch.setattr(Dotted, "start", lambda self, d: started)
+    with pytest.raises(RunError, match="the checkpoint has no state w of server"):
+        run(experiment(server=kind("Dotted")), tmp_path / "out", resume=True)

@@ -25,7 +25,7 @@ class Server(Schedule, Member):
 
     def start(self, d: int) -> State:
         """The state before the first round, for a model of `d` parameters: float64 arrays by name.
-        A checkpoint whose state has other names or shapes is refused.
+        A checkpoint without one of these names is refused.
         """
         return {}
 
