@@ -6,13 +6,15 @@ clients send, step the server, measure, record. On hardware of one kind the mode
 function of (experiment, seed, t) alone.
 """
 
+import json
 import logging
 import os
 import platform
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from raydpfl.data import Shards
 from raydpfl.errors import RunError
 from raydpfl.methods.hook_values import array_of
 from raydpfl.methods.noise import SideQuery
-from raydpfl.methods.probes import Finished, Round
+from raydpfl.methods.probes import Finished, Probe, Round
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation import provenance, sampling_monitor, scheduler
 from raydpfl.simulation.checkpoint import RunState
@@ -296,8 +298,9 @@ class Coordinator:
         for probe in self.experiment.measure:
             if probe.has_summary:
                 values = probe.afterwards(run)
-                values = values if isinstance(values, dict) else (yield from values)
-                self._measured_values[probe.kind] = values
+                if isinstance(values, Generator):
+                    values = yield from values
+                self._measured_values[probe.kind] = _json_values(probe, values)
 
     def measured_after(self) -> dict[str, Any]:
         """The results of that, for the summary."""
@@ -311,6 +314,20 @@ class Coordinator:
     def position(self) -> int:
         """How many rounds are done."""
         return self.state.t
+
+
+def _json_values(probe: Probe, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a probe's `afterwards` gave, arrays as lists. Raises `RunError` for what is no mapping,
+    or has no form in JSON.
+    """
+    subject = f"measure {probe.kind}: afterwards gives"
+    if not isinstance(values, Mapping):
+        raise RunError(f"{subject} {type(values).__name__}, not a mapping")
+    try:
+        text = json.dumps(dict(values), default=methodcaller("tolist"), allow_nan=False)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RunError(f"{subject} what summary.json cannot hold: {error}") from None
+    return json.loads(text)
 
 
 @contextmanager
