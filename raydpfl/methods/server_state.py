@@ -9,7 +9,7 @@ class WithServerState(Member):
 
     def start(self, d: int) -> State:
         """The server's state before the first round, for a model of `d` parameters: float64 arrays
-        by name. It is in the checkpoint; one with other names or shapes is refused.
+        by name. It is in the checkpoint; one without one of these names is refused.
         """
         return {}
 

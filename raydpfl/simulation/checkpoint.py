@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import numpy as np
 
@@ -69,7 +70,11 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
     arrays = {"model": state.model, "participations": participations}
     members, memory = state.memory.arrays()
     for group, values in {"members": members, "memory": memory, **state.states}.items():
-        arrays |= {f"{group}.{name}": value for name, value in values.items()}
+        check_state(f"the state of {group} is", values)
+        # a name has no dot of its own in the file
+        arrays |= {
+            f"{group}.{quote(name).replace('.', '%2E')}": value for name, value in values.items()
+        }
     facts["check"] = _check(facts, arrays)
     path = folder / f"round-{state.t:08d}.npz"
     npz_arrays = {"facts": np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays}
@@ -79,6 +84,16 @@ def save(folder: Path, checkpoint: Checkpoint) -> None:
     for old in [*sorted(folder.glob("round-*.npz"))[:-KEPT_CHECKPOINTS], *folder.glob(".round-*")]:
         with suppress(OSError):
             old.unlink()
+
+
+def check_state(subject: str, state: Any) -> None:
+    """Raises `RunError`, which begins with `subject`, for a state that is not arrays by name."""
+    if not isinstance(state, Mapping):
+        raise RunError(f"{subject} {type(state).__name__}, not a dict of arrays by name")
+    for name, array in state.items():
+        is_array = isinstance(array, (np.ndarray, np.generic)) and not array.dtype.hasobject
+        if not (is_array and isinstance(name, str)):
+            raise RunError(f"{subject} {type(array).__name__} by {name!r}, not an array by a name")
 
 
 def load(
@@ -138,7 +153,7 @@ def _read(path: Path) -> tuple[Checkpoint, bool]:
     for name, array in arrays.items():
         group, _, rest = name.rpartition(".")
         if group:
-            groups.setdefault(group, {})[rest] = array
+            groups.setdefault(group, {})[unquote(rest)] = array
     members = groups.pop("members")
     memory = groups.pop("memory")
     if members.keys() != memory.keys():

@@ -6,13 +6,15 @@ clients send, step the server, measure, record. On hardware of one kind the mode
 function of (experiment, seed, t) alone.
 """
 
+import json
 import logging
 import os
 import platform
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,9 @@ from raydpfl.core import exact_sum
 from raydpfl.core.messages import BOUNDS, Broadcast, ChunkResult, Columns, Facts, Grid, Work
 from raydpfl.data import Shards
 from raydpfl.errors import RunError
+from raydpfl.methods.hook_values import array_of
 from raydpfl.methods.noise import SideQuery
-from raydpfl.methods.probes import Finished, Round
+from raydpfl.methods.probes import Finished, Probe, Round
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation import provenance, sampling_monitor, scheduler
 from raydpfl.simulation.checkpoint import RunState
@@ -217,6 +220,7 @@ class Coordinator:
             return bound
         sums = self.noisy_answers(t, cohort, columns)
         new_bound = bounding.adapt(bound, sums, clients, self.state.states["bounding"])
+        new_bound = float(array_of(f"bounding.kind {bounding.kind}: adapt", new_bound, ()))
         if not BOUNDS[0] <= new_bound <= BOUNDS[1]:
             problem = f"the adaptive bound left its range ({new_bound:g} after round {t})"
             raise RunError(f"{problem}; look at what bounding.kind {bounding.kind} makes of it")
@@ -238,7 +242,8 @@ class Coordinator:
                 raise RunError(
                     f"{kind} gives no answers to its query {query.name}; it answers {names}"
                 )
-            answers = np.nan_to_num(by_query[query.name])
+            subject = f"{kind}: answers, to {query.name},"
+            answers = np.nan_to_num(array_of(subject, by_query[query.name], (len(cohort),)))
             max_answer = float(np.abs(answers).max(initial=0.0))
             if not max_answer <= query.bound:
                 excess = f"{max_answer:g}, above its bound of {query.bound:g}"
@@ -293,8 +298,9 @@ class Coordinator:
         for probe in self.experiment.measure:
             if probe.has_summary:
                 values = probe.afterwards(run)
-                values = values if isinstance(values, dict) else (yield from values)
-                self._measured_values[probe.kind] = values
+                if isinstance(values, Generator):
+                    values = yield from values
+                self._measured_values[probe.kind] = _json_values(probe, values)
 
     def measured_after(self) -> dict[str, Any]:
         """The results of that, for the summary."""
@@ -308,6 +314,20 @@ class Coordinator:
     def position(self) -> int:
         """How many rounds are done."""
         return self.state.t
+
+
+def _json_values(probe: Probe, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a probe's `afterwards` gave, arrays as lists. Raises `RunError` for what is no mapping,
+    or has no form in JSON.
+    """
+    subject = f"measure {probe.kind}: afterwards gives"
+    if not isinstance(values, Mapping):
+        raise RunError(f"{subject} {type(values).__name__}, not a mapping")
+    try:
+        text = json.dumps(dict(values), default=methodcaller("tolist"), allow_nan=False)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RunError(f"{subject} what summary.json cannot hold: {error}") from None
+    return json.loads(text)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ import numpy as np
 from scipy.special import betainc, chdtr, chdtrc, erf, erfc, ndtri
 
 from raydpfl.errors import RunError
+from raydpfl.methods.hook_values import array_of
 from raydpfl.methods.noise import Whitening
 from raydpfl.privacy import Event, Mechanism
 
@@ -326,9 +327,8 @@ class MonitoredNoise:
         noise = self._source.on_sum(t, std)
         if not (self._is_tested and std) or (noise is None and self._noise.drawn_by() != "server"):
             return noise
-        sound = noise is not None and noise.shape == total.shape
-        self._check_std(t, sound, "of the server", 0.0, std)
-        assert noise is not None
+        self._check_std(t, noise is not None, "of the server", 0.0, std)
+        noise = array_of(f"noise.kind {self._noise.kind}: on_sum", noise, total.shape)
         z = self._whiten(self._noise.scores(noise, std))
         self._see_sum(t, "of the server", noise, z, std, total)
         return noise
@@ -396,7 +396,7 @@ class MonitoredNoise:
         """The noise on the counts of a histogram, float64 [bins]; see `Noise.on_survey`."""
         noise = self._noise.on_survey(seed, t, std, len(counts), clients)
         if self._is_tested:
-            self._check_std(t, noise.shape == counts.shape, "on the histogram", 0.0, std)
+            noise = array_of(f"noise.kind {self._noise.kind}: on_survey", noise, counts.shape)
             self._see(self._draws("on the histogram"), t, std, noise / std, [counts])
         return noise
 

@@ -14,8 +14,9 @@ from raydpfl import storage
 from raydpfl.core.hardware import peak_rss_mb
 from raydpfl.core.messages import ChunkResult, Columns
 from raydpfl.data import Shards
-from raydpfl.errors import RunError
-from raydpfl.methods.probes import Problem, Round
+from raydpfl.errors import ConfigError, RunError
+from raydpfl.methods.hook_values import array_of, check_names
+from raydpfl.methods.probes import Probe, Problem, Round
 from raydpfl.models import metric_columns
 from raydpfl.models.metrics import Metric
 from raydpfl.privacy import brief_sentences, column, tightest_guarantees
@@ -30,6 +31,7 @@ from raydpfl.storage.tables import StoredTable, schema
 
 # The columns of every client, measured or not.
 CLIENT_COLUMNS = ("client", "norm", "factor", "clipped", "train_loss")
+ACTOR_COLUMNS = ("draw", "contribution")  # next to them, of what actors send
 NO_CLIENTS: Columns = {
     "client": np.empty(0, np.int64),
     **{name: np.empty(0) for name in CLIENT_COLUMNS[1:]},
@@ -52,25 +54,27 @@ def join_columns(results: Iterable[ChunkResult]) -> Columns:
 
 def open_tables(plan: Plan, out: Path) -> dict[str, StoredTable]:
     """The tables of a run in its directory, by name."""
+    columns = table_columns(plan)
+    return {name: StoredTable(out, name, schema(names)) for name, names in columns.items()}
+
+
+def table_columns(plan: Plan) -> dict[str, Sequence[str]]:
+    """The columns of a run's tables, by their names. Raises `ConfigError` for a probe with a column
+    or a table that is named as one of the run or of another probe.
+    """
     experiment = plan.experiment
     probes = experiment.measure
     metric = experiment.evaluate.per_client
     noisy = experiment.noise.client_std(1.0, 1) > 0
-    client_columns = (*CLIENT_COLUMNS, *(name for probe in probes for name in probe.columns(noisy)))
-    columns: dict[str, Sequence[str]] = {
-        "rounds": [
-            *("round", "cohort", "train_loss", *experiment.scores),
-            *(column(name) for name in (plan.accountants if plan.mechanism else ())),
-            *("bound", "noise_std", "clipped", "norm_mean", "norm_p10", "norm_p50", "norm_p90"),
-            *("update_norm", "lr", "lost", "dropped", "actors", "replaced", "seconds_clients"),
-            *(() if plan.lattice is None else ("wrapped",)),
-            *(name for probe in probes for name in probe.values()),
-            *(f"seconds_{phase}" for phase in PHASES),
-            *("seconds", "clients_per_second"),
-        ]
-    }
-    for probe in probes:
-        columns |= probe.tables(client_columns)
+    round_columns = [
+        *("round", "cohort", "train_loss", *experiment.scores),
+        *(column(name) for name in (plan.accountants if plan.mechanism else ())),
+        *("bound", "noise_std", "clipped", "norm_mean", "norm_p10", "norm_p50", "norm_p90"),
+        *("update_norm", "lr", "lost", "dropped", "actors", "replaced", "seconds_clients"),
+        *(() if plan.lattice is None else ("wrapped",)),
+    ]
+    timings = [*(f"seconds_{phase}" for phase in PHASES), "seconds", "clients_per_second"]
+    columns: dict[str, Sequence[str]] = {"rounds": [*round_columns, *timings]}
     if experiment.evaluate.histogram:
         columns["client_histogram"] = ["round", "low", "high", "count", "share"]
     elif metric:
@@ -81,7 +85,25 @@ def open_tables(plan: Plan, out: Path) -> dict[str, StoredTable]:
         for score_metric in experiment.metrics if rows != metric_columns.CLIENT else ():
             if score_metric.columns():
                 columns[f"{rows}_{score_metric.name}"] = ["round", *score_metric.columns()]
-    return {name: StoredTable(out, name, schema(names)) for name, names in columns.items()}
+    client_columns = [*CLIENT_COLUMNS, *(name for probe in probes for name in probe.columns(noisy))]
+    taken_names = {*CLIENT_COLUMNS, *ACTOR_COLUMNS}, {*columns["rounds"]}, {*columns}
+    for probe in probes:
+        tables = probe.tables(client_columns)
+        probe_names = (probe.columns(noisy), probe.values(), tables)
+        for taken, names in zip(taken_names, probe_names, strict=True):
+            _take_names(probe, names, taken)
+        columns |= tables
+    values = [name for probe in probes for name in probe.values()]
+    return columns | {"rounds": [*round_columns, *values, *timings]}
+
+
+def _take_names(probe: Probe, names: Iterable[str], taken: set[str]) -> None:
+    """Adds a probe's names to those that are taken. Raises `ConfigError` for one that is."""
+    for name in names:
+        if name in taken:
+            expected = f"one with no column or table {name}, as the run or another measure has it"
+            raise ConfigError("measure", probe.kind, expected)
+        taken.add(name)
 
 
 class Recorder:
@@ -123,8 +145,8 @@ class Recorder:
         followers = (probe.follow(out, plan.d, state.t) for probe in self.probes)
         self._followers = [follower for follower in followers if follower is not None]
         self.follow()
-        assessors = (probe.assess(problem, out) for probe in self.probes)
-        self._assessors = [probe for probe in assessors if probe is not None]
+        assessors = ((probe, probe.assess(problem, out)) for probe in self.probes)
+        self._assessors = [(probe, assess) for probe, assess in assessors if assess is not None]
 
     def follow(self) -> None:
         """Shows the probes the model."""
@@ -160,11 +182,12 @@ class Recorder:
         row["seconds_clients"] = sum(result.seconds for result in results)
         self._client_rss = max([self._client_rss, *(result.peak_rss_mb for result in results)])
         for probe in self.probes:
-            row |= probe.round(record, self.state.states[f"measure.{probe.kind}"])
+            state = self.state.states[f"measure.{probe.kind}"]
+            row |= _declared_values(probe, "round", probe.round(record, state))
             for name, probe_rows in probe.rows(record).items():
                 self.tables[name].append(probe_rows)
-        for assess in self._assessors:
-            row |= assess(record.t, self.state.model)
+        for probe, assess in self._assessors:
+            row |= _declared_values(probe, "assess", assess(record.t, self.state.model))
         return row
 
     def finish_row(self, row: dict[str, Any], clock: Clock) -> dict[str, Any]:
@@ -331,6 +354,20 @@ def _norm_mean(rows: pa.Table) -> float | None:
     sender_counts = cohort - drop_counts
     mask = sender_counts > 0
     return float(np.average(norms[mask], weights=sender_counts[mask])) if mask.any() else None
+
+
+def _declared_values(
+    probe: Probe, hook: str, values: Mapping[str, float | None]
+) -> dict[str, float | None]:
+    """What a hook of a probe gave for the rounds table. Raises `RunError` for what is not declared,
+    or no number.
+    """
+    subject = f"measure {probe.kind}: {hook}"
+    check_names(subject, values, probe.values())
+    return {
+        name: None if value is None else array_of(f"{subject}, of {name},", value, ()).item()
+        for name, value in values.items()
+    }
 
 
 def _finite(values: np.ndarray) -> np.ndarray:

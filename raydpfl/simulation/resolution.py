@@ -30,6 +30,7 @@ from raydpfl.privacy.individual import IndividualBudgets
 from raydpfl.sections import Client
 from raydpfl.simulation import provenance
 from raydpfl.simulation.plan import DISPLAY_SECTIONS, Plan
+from raydpfl.simulation.recorder import table_columns
 from raydpfl.simulation.scheduler import chunk_width, max_gpu_width
 from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.backend_timing import StepTimes, Workload
@@ -174,6 +175,7 @@ def resolve(
         factors=mechanism.factors if mechanism else (),
     )
     plan.check(shards)
+    table_columns(plan)  # which refuses names that are taken
     return plan
 
 

@@ -18,7 +18,7 @@ from raydpfl.experiment import Experiment
 from raydpfl.methods import noise
 from raydpfl.privacy import Ledger
 from raydpfl.simulation import provenance
-from raydpfl.simulation.checkpoint import Checkpoint, RunState, load
+from raydpfl.simulation.checkpoint import Checkpoint, RunState, check_state, load
 from raydpfl.simulation.plan import DISPLAY_SECTIONS, FREE_SETTINGS, Plan
 from raydpfl.simulation.privacy_budget import FRESH_NOISE, Account
 from raydpfl.storage.tables import StoredTable
@@ -54,8 +54,13 @@ def take_up(
     if checkpoint is None:
         return plan, account, None
     state = checkpoint.state
-    state.states = {name: state.states.get(name, {}) for name in initial_states(plan)}
+    starts = initial_states(plan)
+    state.states = {name: state.states.get(name, {}) for name in starts}
     check_origin(plan, checkpoint.origin, fresh_noise)
+    for name, start in starts.items():
+        missing_names = ", ".join(start.keys() - state.states[name].keys())
+        if missing_names:
+            raise RunError(f"the checkpoint has no state {missing_names} of {name}")
     account.verify(state.t, state.bound)
     for name, table in tables.items():
         table.resume(checkpoint.tables[name])
@@ -72,6 +77,8 @@ def initial_states(plan: Plan) -> dict[str, State]:
     }
     members |= {f"measure.{probe.kind}": probe for probe in experiment.measure}
     states = {name: member.start(plan.d) for name, member in members.items()}
+    for name, state in states.items():
+        check_state(f"{members[name].kind}: start gives", state)
     return states | ({"individual": plan.individual.start()} if plan.individual else {})
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from raydpfl.config.registry import Member, overrides
 from raydpfl.config.setting import Setting
 from raydpfl.errors import ConfigError
+from raydpfl.methods.hook_values import array_of
 from raydpfl.methods.local import Local
 from raydpfl.methods.noise import on_sums
 from raydpfl.methods.noise.keyed_noise import client_noise, query_noise, server_noise, survey_noise
@@ -355,7 +356,12 @@ class Noise(Member):
         if self.drawn_by() == "client" and not facts.clients_left:
             expected = "one that leaves some client, and its noise, in every round of the run"
             raise ConfigError("selection.dropout", facts.setting.dropout, expected)
-        queries = on_sums.queries(facts.setting, self.size(outline, facts))
+        size = self.size(outline, facts)
+        size = float(array_of(f"noise.kind {self.kind}: size", size, ()))
+        if not 0 < size < math.inf:
+            expected = f"one whose size is a finite number above 0, not {size:g}"
+            raise ConfigError("noise.kind", self.kind, expected)
+        queries = on_sums.queries(facts.setting, size)
         return replace(outline, queries=queries, rounds=facts.rounds).with_surveys(facts.surveys)
 
     def variances(

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from raydpfl.config.registry import Member, overrides
 from raydpfl.core.prng import Purpose, bit_streams
-from raydpfl.errors import ConfigError
+from raydpfl.errors import ConfigError, RunError
 from raydpfl.privacy import Query, Sampling
 
 
@@ -169,7 +169,11 @@ class Selection(Member):
             expected += "that it must give exposed(seed, t, population), and only a run can draw"
             raise ConfigError("selection.kind", self.kind, expected)
 
-        return self.drop(seed, t, self.select(seed, t, population, ask or refuse_losses))
+        cohort = self.select(seed, t, population, ask or refuse_losses)
+        if not isinstance(cohort, Cohort):
+            given = type(cohort).__name__
+            raise RunError(f"selection.kind {self.kind}: select gives {given}, not a Cohort")
+        return self.drop(seed, t, cohort)
 
     def drop(self, seed: int, t: int, cohort: Cohort) -> Cohort:
         """`cohort` without the clients that drop out in round t."""

@@ -6,6 +6,7 @@ from pydantic import Field
 from raydpfl.config.registry import Member
 from raydpfl.core.messages import State
 from raydpfl.errors import RunError
+from raydpfl.methods.hook_values import array_of
 from raydpfl.methods.schedules import Schedule
 
 
@@ -25,7 +26,7 @@ class Server(Schedule, Member):
 
     def start(self, d: int) -> State:
         """The state before the first round, for a model of `d` parameters: float64 arrays by name.
-        A checkpoint whose state has other names or shapes is refused.
+        A checkpoint without one of these names is refused.
         """
         return {}
 
@@ -42,7 +43,9 @@ class Server(Schedule, Member):
         round t, float64 [d] each; changes `state` in place. Raises `RunError` unless it is finite.
         """
         with np.errstate(over="ignore"):  # an overflow is reported below
-            moved_model = self.learning_rate(t) * self.direction(update, state)
+            direction = self.direction(update, state)
+            direction = array_of(f"server.kind {self.kind}: direction", direction, model.shape)
+            moved_model = self.learning_rate(t) * direction
             moved_model += model
             next_model = moved_model.astype(np.float32)
         if not np.isfinite(next_model).all():

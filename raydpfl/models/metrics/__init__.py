@@ -37,6 +37,10 @@ def parse(values: Any, section: str = SECTION) -> tuple[Metric, ...]:
         raise ConfigError(section, values, expected)
     members = [{"kind": value} if isinstance(value, str) else value for value in values]
     metrics = tuple(choose(section, member, FAMILY, Metric) for member in members)
+    for metric in metrics:
+        if metric.is_user_defined and find_metric(metric.name):
+            expected = f"a class with another name, as {metric.name} is a metric of the package"
+            raise ConfigError(section, metric.kind, expected)
     if len({metric.name for metric in metrics}) < len(metrics):
         raise ConfigError(SECTION, values, "a list that has each metric once")
     return metrics

@@ -77,7 +77,10 @@ class Metric(Member):
         """
         outputs = torch.zeros(2, *form.outputs)
         y = form.task.random_targets(stream(0, Purpose.DATA), 2, form.outputs)
-        self.sums(form, outputs, y.reshape(2, *form.target.shape))
+        sums = self.sums(form, outputs, y.reshape(2, *form.target.shape))
+        if not (isinstance(sums, Tensor) and sums.ndim == 1):
+            expected = f"a class whose sums gives a tensor [k], not {type(sums).__name__}"
+            raise ConfigError("evaluate.metrics", self.kind, expected)
 
     def refused(self, expected: str) -> ConfigError:
         """The error for a task that it has no meaning for."""

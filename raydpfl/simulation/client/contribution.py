@@ -20,6 +20,7 @@ import torch
 from raydpfl.core import device, exact_sum, native
 from raydpfl.core.prng import keyed_globals
 from raydpfl.errors import USER_EXCEPTIONS, RunError
+from raydpfl.methods.hook_values import array_of, check_names
 from raydpfl.methods.probes import Sent
 from raydpfl.simulation.client.actor_round import ChunkRound, check_shape
 from raydpfl.simulation.client.chunk_training import ChunkTraining
@@ -255,7 +256,13 @@ class Contribution:
         columns: dict[str, np.ndarray] = {}
         for probe in self.experiment.measure:
             broadcast = state.actor.broadcast.get(f"measure.{probe.kind}", {})
-            columns |= probe.chunk(Sent(block.updates, vectors, noise, broadcast, repeat))
+            values = probe.chunk(Sent(block.updates, vectors, noise, broadcast, repeat))
+            names, subject = probe.columns(noise is not None), f"measure {probe.kind}: chunk"
+            check_names(subject, values, names)
+            shape = (len(block.slots),)
+            columns |= {
+                name: array_of(f"{subject}, of {name},", values.get(name), shape) for name in names
+            }
         return columns
 
     def _check_lengths(self, state: ChunkRound, slots: np.ndarray, vectors: torch.Tensor) -> None:
