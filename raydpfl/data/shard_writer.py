@@ -110,6 +110,9 @@ def _load_split(
     """The samples, with features that are learnt without the rows held out; and these rows."""
     with source_errors(data):
         split = add_checks(data, data.split(seed, root))
+        if data.clients not in (None, len(split.sizes)):
+            expected = f"{len(split.sizes)}, the number of clients in the data, or none"
+            raise ConfigError("data.clients", data.clients, expected)
         if not validation:
             return split, None
         holdout = hold_out_rows(split, validation, seed, data.overlaps())

@@ -409,6 +409,11 @@ def test_the_same_data_are_prepared_once_and_other_data_in_other_folders(cache, 
     assert len({folder, *others}) == len(list((cache / "data").iterdir())) == 5
 
 
+def test_as_many_clients_as_the_config_says():
+    with refusal("data.clients = 60: expected 40, the number of clients in the data"):
+        prepare(Gaps(clients=60), 0)
+
+
 def test_a_change_in_a_module_that_a_users_class_imports_makes_other_data(own_module):
     imported_path = own_module("imported_skew", "SKEW = 0.25")
     source = "from imported_skew import SKEW\nfrom raydpfl.data.partitions import Iid\n"
