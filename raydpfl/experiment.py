@@ -282,7 +282,7 @@ class Experiment(Section):
 
     def to_dict(self) -> dict[str, Any]:
         """The complete tree, defaults included, in plain YAML types."""
-        return self.model_dump(mode="json")
+        return self.model_dump(mode="json", round_trip=True)  # without computed fields
 
     def to_yaml(self) -> str:
         """The complete config; `from_yaml` of it is this experiment."""
@@ -421,8 +421,11 @@ def _paths(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def _check_member(setting: Setting, member: Member) -> None:
     """Calls every `check` of a member's classes, its base first. Raises `ConfigError`, also for a
-    user-defined `check` that raises anything else.
+    user-defined `check` that raises anything else, and for options of a user-defined class that no
+    config can hold.
     """
+    if member.is_user_defined:
+        user_classes.check_options(member, setting.section, member.kind)
     for cls in reversed(type(member).__mro__):
         check = vars(cls).get("check")
         if check is None:

@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict
 
 from raydpfl.config import hints, user_classes
 from raydpfl.config.setting import Setting
+from raydpfl.config.source_code import code_digest
 from raydpfl.config.validation import M, validate
 from raydpfl.errors import USER_EXCEPTIONS, ConfigError, located_message, register_user_module
-from raydpfl.storage.files import digest
 
 Examples = tuple[dict[str, Any], ...]
 
@@ -265,16 +265,14 @@ def refuse_code(run: str | Path, paths: Iterable[str]) -> None:
         raise ConfigError("run", str(run), expected)
 
 
-def user_modules(member: Member) -> dict[str, str | None]:
-    """The user-defined modules of the classes of this member and of those in its fields: the digest
-    of each one's source by its name; None for a module without a file.
-    """
-    digests: dict[str, str | None] = {}
-    for cls in (cls for _, part in iter_members(member, "") for cls in type(part).__mro__):
-        if issubclass(cls, Member) and user_classes.is_user_defined(cls):
-            source = getattr(sys.modules.get(cls.__module__), "__file__", None)
-            digests[cls.__module__] = digest(Path(source)) if source else None
-    return digests
+def code_digests(member: Member) -> dict[str, str]:
+    """The digest of each user-defined class of this member and of those in its fields."""
+    return {
+        f"{cls.__module__}:{cls.__qualname__}": code_digest(sys.modules.get(cls.__module__), cls)
+        for _, part in iter_members(member, "")
+        for cls in type(part).__mro__
+        if issubclass(cls, Member) and user_classes.is_user_defined(cls)
+    }
 
 
 def load(path: str, field: str) -> Any:

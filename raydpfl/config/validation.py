@@ -34,7 +34,7 @@ def validate(cls: type[M], section: str, values: Mapping[str, Any]) -> M:
     except ValidationError as error:
         raise _config_error(cls, section, error) from None
     for name, value in values.items():
-        _check_booleans(f"{section}.{name}".lstrip("."), value, getattr(model, name))
+        _check_booleans(f"{section}.{name}".lstrip("."), value, getattr(model, name, None))
     return model
 
 

@@ -1,7 +1,8 @@
 """Prepares data: writes the rows of all clients into a folder of the cache, once.
 
 A prepared folder is named by a digest of (format, data config, seed, contents of the source files,
-code of user-defined classes, share of rows held out), wherever the files are. It never changes:
+code of user-defined classes and of modules that they import, share of rows held out), wherever the
+files are. It never changes:
 
 - `train.arrow`, a row per sample: x, uint8, float32 or int64 [prod(shape)], and y, int64 (classes)
   or float32 (numbers), a list where a sample has several; in batches that end where a client ends.
@@ -33,7 +34,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raydpfl.config.registry import user_modules
+from raydpfl.config.registry import code_digests
 from raydpfl.data.shard_files import BATCH_BYTES, RowWriter, rows_batch, write_batch
 from raydpfl.data.source_checks import add_checks, source_errors
 from raydpfl.data.sources import Data, Split
@@ -98,7 +99,7 @@ def _identity(data: Data, seed: int, root: Path | None, validation: Validation) 
         "data": data.facts(),
         "seed": seed,
         "sources": data.identity(root),
-        "code": user_modules(data),
+        "code": code_digests(data),
     }
     return facts | ({"validation": validation, "held": "by client"} if validation else {})
 
@@ -109,6 +110,9 @@ def _load_split(
     """The samples, with features that are learnt without the rows held out; and these rows."""
     with source_errors(data):
         split = add_checks(data, data.split(seed, root))
+        if data.clients not in (None, len(split.sizes)):
+            expected = f"{len(split.sizes)}, the number of clients in the data, or none"
+            raise ConfigError("data.clients", data.clients, expected)
         if not validation:
             return split, None
         holdout = hold_out_rows(split, validation, seed, data.overlaps())

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from raydpfl.config.registry import user_modules
+from raydpfl.config.registry import iter_members
 from raydpfl.data.sources import Data, Split
 from raydpfl.errors import USER_EXCEPTIONS, ConfigError, located_message
 from raydpfl.models.tasks import Form, Target
@@ -21,7 +21,7 @@ def source_errors(data: Data) -> Iterator[None]:
     except (ConfigError, MemoryError):
         raise
     except USER_EXCEPTIONS as error:
-        if not user_modules(data):
+        if not any(member.is_user_defined for _, member in iter_members(data, "")):
             raise
         expected = f"a source that gives its samples ({located_message(error)})"
         raise ConfigError("data.kind", data.kind, expected) from None

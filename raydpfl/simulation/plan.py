@@ -34,6 +34,7 @@ from raydpfl.models.tasks import Form
 from raydpfl.privacy import Guarantee, Mechanism, Release, ReleaseReport, Segment
 from raydpfl.privacy.individual import IndividualBudgets
 from raydpfl.privacy.integer_noise import Lattice
+from raydpfl.simulation.user_code import measuring_code
 
 log = logging.getLogger("raydpfl")
 # What may differ between a run and its resumption: where it runs and what it shows, never what it
@@ -227,6 +228,7 @@ class Plan:
         clients_left = self.clients_left
         if self.experiment.selection.dropout and self.experiment.noise.drawn_by() != "client":
             clients_left = 0  # no release depends on it, and rounds to come may lose more clients
+        measuring = measuring_code(self.experiment)
         facts = [
             self.seed,
             self.restart,
@@ -234,7 +236,7 @@ class Plan:
             [self.ratio, *side_stds, clients_left, self.weight, self.d],
             self.shards.name,
             self._clients(),
-            dict(self.platform),
+            {name: fact for name, fact in self.platform.items() if name not in measuring},
         ]
         schedule = self.experiment.noise.meaning().get("schedule")
         if schedule:  # as text, for keys that are numbers

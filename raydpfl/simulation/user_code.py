@@ -1,19 +1,8 @@
 """User-defined code in a run: where it takes part, what it does as a digest, and the source that a
-run directory keeps.
-
-User-defined modules are neither in the standard library nor installed, except those of the package
-that a member itself belongs to.
+run directory keeps (`raydpfl.config.source_code`).
 """
 
-import ast
-import dis
-import functools
-import hashlib
 import importlib
-import importlib.machinery
-import importlib.metadata
-import importlib.util
-import inspect
 import logging
 import os
 import re
@@ -24,26 +13,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import methodcaller
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from pydantic import BaseModel
 
 from raydpfl import storage
 from raydpfl.config.registry import is_path
+from raydpfl.config.source_code import (
+    SHIPPED_PACKAGES,
+    code_digest,
+    is_installed,
+    module_files,
+    module_place,
+    parse,
+)
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.experiment import Experiment
 from raydpfl.storage.run_files import make_folder, replace_file
 
 log = logging.getLogger("raydpfl")
-# packages that no config brings along
-SHIPPED_PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "pydantic", "builtins")
-# packages with models that a config may name, whose version stands for their code
-LIBRARIES = ("transformers",)
 CODE_FOLDER = "code"  # the folder of a run directory with its user-defined modules
-IGNORED_ATTRIBUTES = ("__doc__", "__firstlineno__", "__static_attributes__")  # of a class
-# types whose text determines the value
-PLAIN_TYPES = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
 
 
 def trains_user_code(experiment: Experiment) -> bool:
@@ -64,24 +54,18 @@ def runs_user_code(experiment: Experiment) -> bool:
 
 
 def sources(experiment: BaseModel) -> dict[str, str]:
-    """Digests of the user-defined code that the experiment names, by "code MODULE:NAME": 16
-    hexadecimal digits of the module and all user-defined modules that it imports, even if only when
-    a function runs: their statements, without comments, docstrings and formatting; of code without
-    a file, typed into an interpreter, the code itself and what it names; of a model of transformers
-    the version.
+    """Digests of the user-defined code that the experiment names (`code_digest`), by "code
+    MODULE:NAME".
     """
-    texts = {}
-    for name, module, member in _user_members(experiment):
-        top = "" if module is None else module.__name__.partition(".")[0]
-        if top in LIBRARIES:
-            parts = [importlib.metadata.version(top).encode()]
-        else:
-            files = [] if module is None else sorted(_files(module).items())
-            parts = [part for file, path in files for part in (file.encode(), _parse(path)[0])]
-            if not parts and member is not None:
-                parts = [_code_bytes(member)]
-        texts[f"code {name}"] = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    return dict(sorted(texts.items()))
+    members = _user_members(experiment)
+    return dict(sorted((f"code {name}", code_digest(*code)) for name, *code in members))
+
+
+def measuring_code(experiment: Experiment) -> set[str]:
+    """The names in `sources` of code that nothing but measures and metrics names."""
+    evaluate = experiment.evaluate.model_copy(update={"metrics": ()})
+    others = experiment.model_copy(update={"measure": (), "evaluate": evaluate})
+    return sources(experiment).keys() - sources(others).keys()
 
 
 def check_code(host: str, expected: Mapping[str, str], experiment: BaseModel) -> None:
@@ -120,128 +104,6 @@ def _imported_kind(kind: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
             yield kind, module, getattr(module, re.split("[:.]", member)[-1], None)
 
 
-def _files(module: ModuleType) -> dict[str, Path]:
-    """By module, the files of it, its packages and the user-defined modules it imports."""
-    files: dict[str, Path] = {}
-    queue = [(module.__name__, Path(getattr(module, "__file__", None) or ""))]
-    while queue:
-        name, path = queue.pop()
-        if name in files or not path.is_file():
-            continue
-        files[name] = path
-        for import_name in _imports(name, path) if path.suffix == ".py" else ():
-            top = import_name.partition(".")[0]
-            place = None if top in SHIPPED_PACKAGES else _place(import_name)
-            if place is None:
-                continue
-            same_package = top == name.partition(".")[0]
-            if same_package or not (top in sys.stdlib_module_names or _is_installed(place)):
-                queue.append((import_name, place))
-    return files
-
-
-def _imports(module: str, path: Path) -> Iterator[str]:
-    """The packages that a module is in, and names of the modules that it may import anywhere."""
-    yield from (".".join(module.split(".")[:depth]) for depth in range(1, module.count(".") + 1))
-    package = module if path.stem == "__init__" else module.rpartition(".")[0]
-    for level, name, imported_names in _parse(path)[1]:
-        base = importlib.util.resolve_name("." * level + name, package) if level else name
-        parts = base.split(".")
-        yield from (".".join(parts[: depth + 1]) for depth in range(len(parts)))
-        yield from (f"{base}.{name}" for name in imported_names)
-
-
-def _place(name: str) -> Path | None:
-    """The file of a module, imported or not; None: there is none. Imports nothing."""
-    if name in sys.modules:
-        path = getattr(sys.modules[name], "__file__", None)
-        return Path(path) if path else None
-    search_path: Sequence[str] | None = None
-    spec = None
-    # by its own name: by the whole one a folder without __init__.py asks for its parent module
-    for part in name.split("."):
-        spec = importlib.machinery.PathFinder.find_spec(part, search_path)
-        if spec is None:
-            return None
-        search_path = spec.submodule_search_locations or []
-    origin = spec is not None and spec.has_location and spec.origin
-    return Path(origin) if origin else None
-
-
-def _is_installed(path: Path) -> bool:
-    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
-
-
-Imports = tuple[tuple[int, str, tuple[str, ...]], ...]  # level, module, the names taken from it
-
-
-def _parse(path: Path) -> tuple[bytes, Imports]:
-    """A digest of a module's statements, and its imports; else of its bytes, and none."""
-    source = path.read_bytes()
-    return _statements(source) if path.suffix == ".py" else (hashlib.sha256(source).digest(), ())
-
-
-@functools.lru_cache(maxsize=512)
-def _statements(source: bytes) -> tuple[bytes, Imports]:
-    def has_effect(node: Any) -> bool:
-        constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        return not (constant or isinstance(node, ast.Pass))
-
-    tree = ast.parse(source)
-    imports: list[tuple[int, str, tuple[str, ...]]] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            imports += [(0, alias.name, ()) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = tuple(alias.name for alias in node.names)
-            imports.append((node.level, node.module or "", names))
-        for name, value in ast.iter_fields(node):
-            if isinstance(value, list):
-                setattr(node, name, [child for child in value if has_effect(child)])
-    return hashlib.sha256(ast.unparse(tree).encode()).digest(), tuple(imports)
-
-
-def _code_bytes(member: Any) -> bytes:
-    """What a class or function without a file does, and what it names of its module: functions,
-    classes and plain values. A docstring is in none of the steps.
-    """
-    queue = [member]
-    visited_ids = set()
-    parts = []
-    while queue:
-        item = queue.pop()
-        if id(item) in visited_ids:
-            continue
-        visited_ids.add(id(item))
-        values: list[tuple[str, Any]] = []
-        if isinstance(item, type):
-            values = [("base", base) for base in item.__bases__]
-            attributes = sorted(vars(item).items())
-            values += [pair for pair in attributes if pair[0] not in IGNORED_ATTRIBUTES]
-        elif inspect.isfunction(item):
-            defaults = tuple((item.__kwdefaults__ or {}).items())
-            values = [(item.__qualname__, item.__defaults__), ("keywords", defaults)]
-            for code in _codes(item.__code__):
-                ops = [(step.opname, step.argval) for step in dis.get_instructions(code)]
-                parts += [f"{op} {value!r}" for op, value in ops if isinstance(value, PLAIN_TYPES)]
-                values += [(name, item.__globals__.get(name)) for name in code.co_names]
-        for name, value in values:
-            value = getattr(value, "fget", None) or getattr(value, "__func__", value)
-            if isinstance(value, PLAIN_TYPES):
-                parts.append(f"{name}={value!r}")
-            elif getattr(value, "__module__", None) == member.__module__:
-                queue.append(value)
-    return "\n".join(parts).encode()
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of the functions within it."""
-    yield code
-    for value in code.co_consts:
-        if inspect.iscode(value):
-            yield from _codes(value)
-
-
 # --- what a run keeps of it ---
 
 
@@ -251,13 +113,13 @@ def store_code(experiments: Iterable[BaseModel], folder: Path, fresh: bool = Fal
     """
     members = (member for experiment in experiments for member in _user_members(experiment))
     for module in {member[1].__name__: member[1] for member in members if member[1]}.values():
-        files = _files(module)
-        if module.__name__ not in files or _is_installed(files[module.__name__]):
+        files = module_files(module)
+        if module.__name__ not in files or is_installed(files[module.__name__]):
             continue
         for name, file in files.items():
             folders = name.split(".")[: None if file.stem == "__init__" else -1]
             place = folder.joinpath(CODE_FOLDER, *folders, file.name)
-            if not _is_installed(file) and (fresh or not place.exists()):
+            if not is_installed(file) and (fresh or not place.exists()):
                 make_folder(place.parent)
                 replace_file(place, methodcaller("write", file.read_bytes()))
 
@@ -315,8 +177,8 @@ def _differing_files(place: Path) -> dict[str, tuple[Path, Path | None]]:
         name = ".".join(parts[:-1])
         if path.stem != "__init__":
             name = ".".join((*parts[:-1], path.name.partition(".")[0]))
-        source = _place(name)
-        if source is None or not source.is_file() or _parse(source)[0] != _parse(path)[0]:
+        source = module_place(name)
+        if source is None or not source.is_file() or parse(source)[0] != parse(path)[0]:
             differing_files[name] = (path, source)
     return differing_files
 

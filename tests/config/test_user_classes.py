@@ -119,9 +119,32 @@ def test_what_cannot_be_used_of_a_user_defined_member_is_refused_by_name(name, m
     assert "mine:Own" in str(caught.value)
 
 
+# lines of a module, part of the message
+FIELDS = {
+    "a method": ("class Own(ServerSgd):\n    step: int = 5", "without a field step"),
+    "a property": ("class Own(ServerSgd):\n    is_user_defined: bool = True", "is_user_defined"),
+    "a set": ("class Own(ServerSgd):\n    parts: dict[str, set[str]] = {'a': {'b'}}", "a tuple"),
+    "bytes": ("class Own(ServerSgd):\n    key: bytes = b'\\xff'", "server.key = b'"),
+    "an alias": ("class Own(ServerSgd):\n    a: int = Field(2, alias='lambda')", "by its name"),
+    "excluded": ("class Own(ServerSgd):\n    a: int = Field(2, exclude=True)", "by its name"),
+    "a dataclass": (
+        "@dataclass\nclass A:\n    a: int = 2\nclass Own(A, ServerSgd):\n    pass", "a dataclass"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_fields_that_a_config_cannot_name_or_hold_are_refused(name, mine):
+    lines, message = FIELDS[name]
+    imports = "from dataclasses import dataclass\nfrom pydantic import Field\n"
+    mine(f"{imports}from raydpfl.methods.server import ServerSgd\n{lines}")
+    with refusal(re.escape(message)):
+        experiment(server={"kind": "mine:Own", **({"lambda": 0.7} if name == "an alias" else {})})
+
+
 READ = """
 import functools
-from pydantic import field_validator
+from pydantic import computed_field, field_validator
 from raydpfl.methods.bounding import Clip
 
 class Mixin:
@@ -139,6 +162,9 @@ class Own(Mixin, Clip):
     def at_least_nothing(cls, value): return max(value, 0.0)
     @functools.cached_property
     def half(self): return 0.5 * self.softness
+    @computed_field
+    @property
+    def double(self) -> float: return 2 * self.softness
     @staticmethod
     def two(): return 2.0
     def factor(self, norm, bound):
@@ -151,6 +177,7 @@ def test_what_an_own_member_uses_itself_is_no_mistake(mine, tmp_path):
     """Helpers, properties, validators, inner classes and underscores."""
     mine(READ)
     chosen = experiment(rounds=1, bounding={"kind": "mine:Own", "bound": 1.0})
+    assert Experiment.from_dict(chosen.to_dict()) == chosen
     assert run(chosen, tmp_path / "out").summary["rounds"] == 1
 
 

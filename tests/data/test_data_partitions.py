@@ -1,12 +1,16 @@
 """Partitions: every sample dealt once, in the sizes and mixtures that were asked for."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from conftest import messages, refusal
 from scipy import stats
 
 from raydpfl.data import PARTITIONS, SIZES
+from raydpfl.data.partitions import Partition
 from raydpfl.data.partitions.label_mixture import fit
+from raydpfl.data.sizes import Sizes
 
 EVEN = np.repeat(np.arange(10), 300)
 # As uneven as SVHN and with a class number that does not occur.
@@ -179,3 +183,41 @@ def test_overlapping_clients_draw_evenly_over_classes_and_never_twice_the_same()
 def test_what_the_data_cannot_give_is_refused_by_name(kind, clients, fields, message):
     with refusal(begins=message):
         deal(kind, EVEN, clients, **fields)
+
+
+class Fixed(Partition):
+    """A partition of a user's own, which gives what it is told."""
+
+    rows: Any
+    counts: Any
+
+    def assign(self, labels, clients, sizes, generator):
+        return np.array(self.rows), np.array(self.counts)
+
+
+class Weighted(Sizes):
+    """Sizes of a user's own, likewise."""
+
+    values: Any
+
+    def weights(self, clients, generator):
+        return np.array(self.values)
+
+
+@pytest.mark.parametrize(
+    ("rows", "counts", "message"),
+    [
+        ([0, 1, 2, 3], [1, 2], "as many rows as its sizes say, not 4 of 3"),
+        ([0, 1, 1, 3], [2, 2], "a row to one client"),
+    ],
+)
+def test_a_partition_of_ones_own_gives_each_row_once(rows, counts, message):
+    deal = (np.arange(4), None, 2, SIZES["balanced"](), np.random.default_rng(0))
+    with refusal(f"data.partition.kind = '': expected one that gives {message}"):
+        Fixed(rows=rows, counts=counts).partition(*deal)
+
+
+@pytest.mark.parametrize("values", [[1, np.nan], [1, np.inf], [2, -1], [0, 0], [1], [[1, 1]]])
+def test_weights_of_ones_own_that_give_no_sizes_are_refused(values):
+    with refusal("data.sizes.kind = '': expected one whose weights are 2 numbers"):
+        Weighted(values=values).counts(10, 2, np.random.default_rng(0))

@@ -209,7 +209,7 @@ def test_a_column_of_ids_makes_natural_clients(tmp_path):
     assert split.sizes.tolist() == [int((ids == name).sum()) for name in ("ann", "bob", "eve")]
     assert np.array_equal(split.rows(1, 2)[0][:, 0], np.flatnonzero(ids == "bob"))
     with refusal(r"data.clients = 4: expected 3, the number of clients in the data, or none"):
-        described.model_copy(update={"clients": 4}).split(0, tmp_path)
+        data.prepare(described.model_copy(update={"clients": 4}), 0, tmp_path)
 
 
 def test_no_client_vanishes_with_the_rows_that_are_held_out(tmp_path):

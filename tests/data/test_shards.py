@@ -409,6 +409,21 @@ def test_the_same_data_are_prepared_once_and_other_data_in_other_folders(cache, 
     assert len({folder, *others}) == len(list((cache / "data").iterdir())) == 5
 
 
+def test_as_many_clients_as_the_config_says():
+    with refusal("data.clients = 60: expected 40, the number of clients in the data"):
+        prepare(Gaps(clients=60), 0)
+
+
+def test_a_change_in_a_module_that_a_users_class_imports_makes_other_data(own_module):
+    imported_path = own_module("imported_skew", "SKEW = 0.25")
+    source = "from imported_skew import SKEW\nfrom raydpfl.data.partitions import Iid\n"
+    own_module("importing_parts", source + "class Mine(Iid):\n    pass\n")
+    described = mini(partition={"kind": "importing_parts:Mine"})
+    folders = {prepare(described, 0), prepare(described, 0)}
+    imported_path.write_text("SKEW = 9")
+    assert prepare(described, 0) not in folders and len(folders) == 1
+
+
 def test_a_run_that_fails_or_is_refused_leaves_nothing(cache, monkeypatch):
     with refusal(r"data\.clients = 9001"):
         prepare(mini(clients=9001), seed=0)

@@ -14,6 +14,7 @@ from conftest import SMALL
 from safetensors.torch import load_file, save_file
 
 import raydpfl
+from raydpfl.config.source_code import _statements
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment, overridden
 from raydpfl.jobs import packaging
@@ -193,7 +194,7 @@ def test_a_digest_tells_trees_apart_that_have_the_same_nodes():
              ("x = 'a'", "x = b'a'"), ("if a:\n f()\ng()", "if a:\n f()\n g()"),
              ("x = 1", "x = True"), ("a - (b - c)", "a - b - c")]  # fmt: skip
     for one, other in pairs:
-        assert user_code._statements(one.encode()) != user_code._statements(other.encode()), one
+        assert _statements(one.encode()) != _statements(other.encode()), one
 
 
 def test_what_a_run_keeps_is_sent_with_a_job(tmp_path, forgotten, monkeypatch):

@@ -52,22 +52,26 @@ class Partition(Member):
         generator: Generator,
     ) -> Assignment:
         """`assign` by the column that it goes by: classes int64 or targets float32 `y` [n], or
-        `owners`, the client of each row, int64 [n]. Raises `ConfigError` without such a column, or
-        for other `clients` than it has.
+        `owners`, the client of each row, int64 [n]. Raises `ConfigError` without such a column, and
+        for a row that several clients hold unless it overlaps.
         """
         if self.by == "client":
             if owners is None:
                 expected = "a table whose column of client ids data.client names"
                 raise ConfigError("data.partition.kind", self.kind, expected)
-            rows, counts = self.assign(owners, int(owners.max()) + 1, sizes, generator)
-            if clients not in (None, len(counts)):
-                expected = f"{len(counts)}, the number of clients in the data, or none"
-                raise ConfigError("data.clients", clients, expected)
-            return rows, counts
-        if clients is None:
+            y, clients = owners, int(owners.max()) + 1
+        elif clients is None:
             expected = "a number of clients (only partition natural finds it in the data)"
             raise ConfigError("data.clients", None, expected)
-        if self.by == "label" and (y.dtype.kind == "f" or y.ndim > 1):
+        elif self.by == "label" and (y.dtype.kind == "f" or y.ndim > 1):
             expected = "iid or natural for targets that are not one class, to divide by"
             raise ConfigError("data.partition.kind", self.kind, expected)
-        return self.assign(y, clients, sizes, generator)
+        rows, counts = self.assign(y, clients, sizes, generator)
+        expected = ""
+        if not 0 < counts.sum() == len(rows):
+            expected = f"as many rows as its sizes say, not {len(rows)} of {counts.sum()}"
+        elif not self.overlaps() and np.bincount(rows).max() > 1:
+            expected = "a row to one client; or whose overlaps() is True, as several may hold it"
+        if expected:
+            raise ConfigError("data.partition.kind", self.kind, f"one that gives {expected}")
+        return rows, counts

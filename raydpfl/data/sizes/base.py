@@ -22,7 +22,11 @@ class Sizes(Member):
         if clients > total:
             expected = f"at most the {total} training samples, so that each client has one"
             raise ConfigError("data.clients", clients, expected)
-        weights = self.weights(clients, generator)
+        weights = np.asarray(self.weights(clients, generator), np.float64)
+        is_sound = weights.shape == (clients,) and weights.min() >= 0 and 0 < weights.sum() < np.inf
+        if not is_sound:
+            expected = f"one whose weights are {clients} numbers, none below 0 and not all 0"
+            raise ConfigError("data.sizes.kind", self.kind, expected)
         shares = np.maximum(weights * (total / weights.sum()) - 1, 1e-12)
         return 1 + apportion(total - clients, shares)
 
