@@ -34,7 +34,6 @@ from raydpfl.models.tasks import Form
 from raydpfl.privacy import Guarantee, Mechanism, Release, ReleaseReport, Segment
 from raydpfl.privacy.individual import IndividualBudgets
 from raydpfl.privacy.integer_noise import Lattice
-from raydpfl.simulation.user_code import measuring_code
 
 log = logging.getLogger("raydpfl")
 # What may differ between a run and its resumption: where it runs and what it shows, never what it
@@ -219,8 +218,8 @@ class Plan:
         """The seed of the noise, below 2^64: a digest of all that a release depends on, so that no
         other release has it (two keys of 64 bits are the same with probability 2^-64). It covers
         the experiment (but for its number of rounds, what it measures and where it runs), the data,
-        the clients' weights and noise, the user's code, the versions and how the processor
-        computes. With `noise.common` it is the experiment's own seed.
+        the clients' weights and noise, the user's code (of measures too), the versions and how the
+        processor computes. With `noise.common` it is the experiment's own seed.
         """
         if self.experiment.noise.has_common_noise:
             return self.seed
@@ -228,7 +227,6 @@ class Plan:
         clients_left = self.clients_left
         if self.experiment.selection.dropout and self.experiment.noise.drawn_by() != "client":
             clients_left = 0  # no release depends on it, and rounds to come may lose more clients
-        measuring = measuring_code(self.experiment)
         facts = [
             self.seed,
             self.restart,
@@ -236,7 +234,7 @@ class Plan:
             [self.ratio, *side_stds, clients_left, self.weight, self.d],
             self.shards.name,
             self._clients(),
-            {name: fact for name, fact in self.platform.items() if name not in measuring},
+            dict(self.platform),
         ]
         schedule = self.experiment.noise.meaning().get("schedule")
         if schedule:  # as text, for keys that are numbers

@@ -61,13 +61,6 @@ def sources(experiment: BaseModel) -> dict[str, str]:
     return dict(sorted((f"code {name}", code_digest(*code)) for name, *code in members))
 
 
-def measuring_code(experiment: Experiment) -> set[str]:
-    """The names in `sources` of code that nothing but measures and metrics names."""
-    evaluate = experiment.evaluate.model_copy(update={"metrics": ()})
-    others = experiment.model_copy(update={"measure": (), "evaluate": evaluate})
-    return sources(experiment).keys() - sources(others).keys()
-
-
 def check_code(host: str, expected: Mapping[str, str], experiment: BaseModel) -> None:
     """Raises `RunError` if user-defined code, as imported on `host`, is not the run's."""
     run_digests = {name: digest for name, digest in expected.items() if name.startswith("code ")}

@@ -95,17 +95,11 @@ def test_two_runs_with_one_seed_do_not_cancel_each_others_noise(method, change, 
     assert cosine(common=True) > 0.99
 
 
-def test_the_same_release_has_the_same_noise_whatever_is_measured_and_wherever_it_runs(mine):
+def test_the_same_release_has_the_same_noise_whatever_is_measured_and_wherever_it_runs():
     plan = resolve(experiment())
-    mine.write_text(
-        "from raydpfl.methods.probes import Probe\nfrom raydpfl.models.metrics.classes import "
-        "Accuracy\nclass Own(Probe):\n    pass\nclass Hits(Accuracy):\n    pass\n"
-    )
     for change in (
         {"client": {"actors": 2}},
         {"measure": ["bounding", "clients"]},
-        {"measure": [{"kind": "mine_origin:Own"}]},
-        {"evaluate": {"metrics": [{"kind": "mine_origin:Hits"}]}},
         {"evaluate": {"every": 1}},
         {"rounds": 9},
         {"privacy": {"accountants": ["pld"], "budget": 900.0}},
