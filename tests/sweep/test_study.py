@@ -436,6 +436,19 @@ def test_a_grid_grows_within_its_limit_and_where_its_key_takes_the_value(tmp_pat
     assert {value_of(row, "server.momentum") for row in rows} == {0.3, 0.9}
 
 
+@pytest.mark.parametrize("bounds", [[1.0], ["1.0", "2.0"]])
+def test_a_grid_without_two_numbers_does_not_grow_beside_one_that_does(
+    bounds, tmp_path, monkeypatch
+):
+    scored(monkeypatch, lambda run: run.local.lr / 10)
+    given = two_tuned(grow=1)
+    given["arms"]["Clip"]["bounding"]["bound"] = {"tune": [1.0, 2.0]}
+    given["arms"]["Other"] = {"bounding": {"kind": "clip", "bound": {"tune": bounds}}}
+    rows = [row for row in rows_of(played(given, tmp_path))[1] if row["arm"] == "Other"]
+    assert {value_of(row) for row in rows} == {0.1, 0.2, 0.4}
+    assert len(rows) == 2 * 3 * len(bounds)
+
+
 def test_the_choice_is_by_means_over_tuning_seeds_and_each_resample_has_one(tmp_path, monkeypatch):
     def score(run):  # seed 0 is for 0.1, by little; seed 1 for 0.2
         by = {0: {0.1: 0.6, 0.2: 0.5}, 1: {0.1: 0.1, 0.2: 0.9}}
