@@ -29,6 +29,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.report.figures import parse
 from raydpfl.report.figures.table import PublishedTable
 from raydpfl.sweep.study import Study, StudyRunner, builtin, reproduce
+from raydpfl.sweep.study.claims import verdict_line
 from raydpfl.sweep.study.identities import compare, words
 from raydpfl.sweep.study.schema import RESERVED
 from raydpfl.sweep.trials import name_of, short_text
@@ -555,10 +556,33 @@ def test_a_claim_of_every_cell_is_that_of_the_cell_that_decides(
     assert claim["verdict"] == verdict
     assert claim["difference"] == pytest.approx(1.02 * shown)
     # the level is that of any single cell
-    cells = sum(map(math.isfinite, gains))
-    half = stats.t.ppf(1 - 0.05 / cells / 2, 2) * 0.01 * abs(shown) / np.sqrt(3)
+    half = stats.t.ppf(1 - 0.05 / 2 / 2, 2) * 0.01 * abs(shown) / np.sqrt(3)
     assert claim["high"] - claim["low"] == pytest.approx(2 * half, abs=1e-5)  # rounding
-    assert claim["level"] == 1 - 0.05 / cells
+    assert claim["level"] == 1 - 0.05 / 2
+
+
+@pytest.mark.parametrize("every_cell", [False, True])
+@pytest.mark.parametrize("gain", [0.3, -0.3, 0.0])
+@pytest.mark.parametrize("lost", [[(20, 2), (40, 3)], [(40, 1), (40, 2), (40, 3)]])
+def test_no_claim_is_resolved_by_the_seeds_and_cells_that_are_left(
+    lost, gain, every_cell, tmp_path, monkeypatch
+):
+    def score(run):
+        if run.bounding.kind == "clip" and (run.data.clients, run.seed) in lost:
+            return math.nan
+        return 0.5 + run.seed / 1000 + (gain if run.bounding.kind == "clip" else 0)
+
+    scored(monkeypatch, score)
+    study = two(claims=[CLAIM | {"every_cell": every_cell}])
+    study["panels"]["size"]["many"] = {"data.clients": 40}
+    (claim,) = played(study, tmp_path).summary["claims"]
+    # one cell with all its seeds shows that not every cell is as claimed
+    is_shown = every_cell and gain < 0 and len(lost) == 3
+    assert claim["verdict"] == ("reversed" if is_shown else "not resolved")
+    assert claim["cells"] == 2
+    seeds = 3 if len(lost) == 3 else 2 if every_cell else 1
+    assert (claim["seeds"], claim["planned_seeds"]) == (seeds, 3)
+    assert verdict_line(claim).endswith(f", in {seeds} of 3 seeds") == (seeds < 3)
 
 
 def test_sides_are_equal_where_no_cell_differs(tmp_path, monkeypatch):

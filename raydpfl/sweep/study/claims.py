@@ -4,11 +4,11 @@ A claim is an item of `study.claims`: `larger` and `smaller` are labels of cells
 lists of them, whose numbers `of` are added; `at` the labels at which it is claimed. The difference
 of the two is taken seed by seed and averaged over the labels of all other axes. A claim `holds` if
 the interval lies above `by` (or within +-`within`), is `reversed` if it lies below (or beyond), and
-is `not resolved` otherwise, or where a single cell shows the opposite. A claim of `every_cell`
-holds if it holds in each cell, and is reversed if it is in any; its difference is that of the cell
-that decides. The sides are `equal` if their numbers are, in every seed of every cell, whatever
-resampled tuning seeds choose. Levels are corrected for the number of claims (Bonferroni), those of
-single cells for the number of cells too.
+is `not resolved` otherwise, where a single cell shows the opposite, or where a final run has no
+number. A claim of `every_cell` holds if it holds in each cell, and is reversed if it is in any; its
+difference is that of the cell that decides. The sides are `equal` if their numbers are, in every
+seed of every cell, whatever resampled tuning seeds choose. Levels are corrected for the number of
+claims (Bonferroni), those of single cells for the number of cells too.
 """
 
 import math
@@ -108,8 +108,9 @@ def verdicts(
 ) -> list[dict[str, Any]]:
     """What comes of each claim, for summary.json: `says`, `of`, `verdict` (not run: none of its
     cells has numbers), the `difference` with its interval from `low` to `high` at the `level`,
-    `seeds`, and the numbers of `cells`, in all and by what a single one shows. `values`: by the
-    sorted labels of a cell (`key`), what gives its `SeedValues` of a number by name.
+    `seeds` of `planned_seeds`, and the numbers of `cells`, in all and by what a single one shows.
+    `values`: by the sorted labels of a cell (`key`), what gives its `SeedValues` of a number by
+    name.
     """
     differences = [_differences(claim, labels, values) for claim in claims]
     count = max(sum(any(cell.spread().count for cell in cells) for cells in differences), 1)
@@ -136,7 +137,7 @@ def _verdict(claim: Claim, differences: Sequence[SeedValues], claim_count: int) 
     if not cells:
         return {**facts, "verdict": "not run", "cells": 0}
     level = 1 - LEVEL / claim_count
-    cell_level = 1 - LEVEL / claim_count / len(cells)
+    cell_level = 1 - LEVEL / claim_count / len(differences)
     cell_outcomes = [_outcome(claim, cell, cell_level) for cell in cells]
     outcomes = {*cell_outcomes}
     if claim.every_cell:
@@ -151,7 +152,8 @@ def _verdict(claim: Claim, differences: Sequence[SeedValues], claim_count: int) 
         difference = total([(1 / len(cells), cell) for cell in cells])
         outcome = _outcome(claim, difference, level)
         cancels = outcome == "equal" and outcomes != {"equal"}
-        if cancels or {outcome, *outcomes} >= {"holds", "reversed"}:
+        lacks_cell = len(cells) < len(differences)
+        if lacks_cell or cancels or {outcome, *outcomes} >= {"holds", "reversed"}:
             outcome = "not resolved"
     spread = difference.spread()
     half_width = spread.half_width(level)
@@ -164,7 +166,8 @@ def _verdict(claim: Claim, differences: Sequence[SeedValues], claim_count: int) 
         "high": spread.mean + half_width if has_interval else None,
         "level": level,
         "seeds": spread.count,
-        "cells": len(cells),
+        "planned_seeds": len(difference.values),
+        "cells": len(differences),
         **{outcome: cell_outcomes.count(outcome) for outcome in OUTCOMES},
     }
 
@@ -178,11 +181,13 @@ def _margin(claim: Claim, difference: SeedValues, level: float) -> float:
 
 
 def _outcome(claim: Claim, difference: SeedValues, level: float) -> str:
+    spread = difference.spread()
+    if spread.count < len(difference.values):
+        return "not resolved"
     samples = (difference.values, *difference.resamples.values())
     zero = all(number == 0 for numbers in samples for number in numbers.values())
     if zero and len(difference.values) > 1 and not (claim.by or claim.within):
         return "equal"
-    spread = difference.spread()
     half_width = spread.half_width(level)  # NaN, of a single seed, resolves nothing
     low, high = spread.mean - half_width, spread.mean + half_width
     if claim.within is None:
@@ -204,5 +209,7 @@ def verdict_line(verdict: Mapping[str, Any]) -> str:
     several = verdict["cells"] > 1
     cells = f", {verdict['holds']} of {verdict['cells']} cells hold" if several else ""
     place = " in the cell that decides" if several and verdict["every_cell"] else ""
+    if verdict["seeds"] < verdict["planned_seeds"]:
+        place += f", in {verdict['seeds']} of {verdict['planned_seeds']} seeds"
     mean = f"{factor * verdict['difference']:+.4g}{unit}"
     return f"{verdict['says']}: {verdict['verdict']}{cells}; {number.words} {mean}{interval}{place}"
