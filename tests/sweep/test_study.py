@@ -758,11 +758,13 @@ def test_printed_tables_in_a_folder_are_found_again_where_a_study_goes_on(tmp_pa
 
 def test_what_came_of_a_study_is_told_in_whole_lines_where_no_terminal_is(tmp_path):
     asked = study()
-    result = played(asked, tmp_path)
+    result = played(asked, tmp_path, failing=("Free data.partition=iid seed=2",))
     console = Console(file=io.StringIO(), soft_wrap=True, highlight=False)
     StudyDisplay(console, [asked]).report(result)
     lines = console.file.getvalue().splitlines()
     (line,) = [line for line in lines if line.startswith("shards") and " Clip " in line]
+    seeds = {line.split()[1]: line.split()[-1] for line in lines if line.startswith("iid")}
+    assert seeds == {"Free": "1", "Data": "2", "Uniform": "2"}  # those that have a number
     values = json.loads(result.results.to_pylist()[-6]["values"])
     assert line.split()[-2:] == [f"{key}={short_text(value)}" for key, value in values.items()]
 
