@@ -263,6 +263,19 @@ def test_what_is_wrong_with_a_file_is_said_by_field(path):
         Study.from_dict(changed(path, value))
 
 
+@pytest.mark.parametrize(
+    ("scales", "said"),
+    [
+        (["x"], "scales = ['x']: expected a mapping"),
+        ({"small": ["x"]}, "scales.small = ['x']: expected a mapping"),
+        ({"small": {"only": ["x"]}}, "scales.small.only = ['x']: expected a mapping"),
+    ],
+)
+def test_scales_that_are_no_mappings_are_refused_with_only_too(scales, said):
+    with refusal(re.escape(said)):
+        Study.from_dict(tree(scales=scales), only={"arm": ["Free"]})
+
+
 @pytest.mark.slow
 def test_every_study_that_ships_can_be_run_at_every_scale_and_is_found_by_all_its_names():
     names = []

@@ -122,10 +122,11 @@ class Study:
         _check_one_of("--scale", scale, SCALES)
         tree = copy.deepcopy(dict(values))
         if only:
-            scales = tree["scales"] = tree.get("scales") or {}
-            changes = scales[scale] = scales.get(scale) or {}
+            scales = tree["scales"] = _mapping("scales", tree.get("scales"))
+            changes = scales[scale] = _mapping(f"scales.{scale}", scales.get(scale))
             only_labels = {axis: [*names] for axis, names in only.items()}
-            changes["only"] = (changes.get("only") or {}) | only_labels
+            label_limits = _mapping(f"scales.{scale}.only", changes.get("only"))
+            changes["only"] = label_limits | only_labels
         if seeds is None:
             seeds = _scales(tree).get(scale, Scale()).seeds or about.seeds
         if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
@@ -214,9 +215,13 @@ class Study:
         """Values that are put to each end of a grid that is chosen, at most."""
         return self.about.grow if self._scale.grow is None else self._scale.grow
 
+    @cached_property
+    def seed(self) -> int:
+        return Experiment.from_dict({"seed": self.tree.get("seed", 0)}).seed
+
     def tuning_seeds(self) -> range:
-        first_seed = int(self.tree.get("seed", 0))
-        return range(first_seed, first_seed + (self._scale.tuning_seeds or self.about.tuning_seeds))
+        count = self._scale.tuning_seeds or self.about.tuning_seeds
+        return range(self.seed, self.seed + count)
 
     def final_seeds(self) -> range:
         first_seed = self.tuning_seeds().stop
