@@ -225,7 +225,10 @@ def test_the_file_that_the_documentation_shows_can_be_run(scale, tmp_path, monke
         assert len(identity.groups) == 8  # half of all
 
 
-@pytest.mark.parametrize("axis", ["arm", "validation_accuracy", "epsilon_pld"])
+@pytest.mark.parametrize(
+    "axis",
+    ["arm", "validation_accuracy", "epsilon_pld", "test_loss", "best_test_accuracy", "mean"],
+)
 def test_an_axis_has_no_name_of_a_column(axis):
     with pytest.raises(ConfigError, match=rf"panels\.{axis} = .*another name"):
         study(panels={axis: {"few": {"rounds": 1}}})
@@ -244,6 +247,16 @@ def test_an_identity_of_arms_that_stand_nowhere_together_is_refused():
     given["arms"]["Data"]["only"] = {"data.partition": ["iid"]}
     given["study"]["same_bits"] = [["Data", "Uniform", {"data.partition": "shards"}]]
     refused = r"same_bits\.0 = .*labels at which two of the arms stand"
+    with pytest.raises(ConfigError, match=refused):
+        Study.from_dict(given)
+
+
+def test_a_claim_of_a_cell_that_stands_nowhere_is_refused():
+    given = tree()
+    given["arms"]["Clip"]["only"] = {"data.partition": ["iid"]}
+    side, other = ({"arm": arm, "data.partition": "shards"} for arm in ("Clip", "Free"))
+    given["study"]["claims"] = [{"says": "x", "larger": side, "smaller": other}]
+    refused = r"claims\.0 = .*labels at which cells of the study stand"
     with pytest.raises(ConfigError, match=refused):
         Study.from_dict(given)
 

@@ -12,7 +12,7 @@ claims (Bonferroni), those of single cells for the number of cells too.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
@@ -26,6 +26,7 @@ from raydpfl.sweep.spaces import Options, points
 from raydpfl.sweep.study.cells import label, strip_mark
 
 Labels = Mapping[str, str | None]
+CellKey = tuple[tuple[str, Any], ...]  # the sorted labels of a cell
 OUTCOMES = ("holds", "reversed", "equal", "not resolved")
 LEVEL = 0.05  # the chance that any `holds` or `reversed` of a study is wrong, at most
 
@@ -64,10 +65,13 @@ class Claim(Section):
         ]
 
 
-def claim(field: str, item: Any, labels: Mapping[str, Sequence[str]]) -> Claim:
+def claim(
+    field: str, item: Any, labels: Mapping[str, Sequence[str]], placements: Iterable[Labels]
+) -> Claim:
     """The claim that an item of `study.claims`, at the key `field`, states. `labels`: those of
-    every axis of the study. Raises `ConfigError` for unknown keys, axes and labels, and for a side
-    that leaves open what the other names.
+    every axis of the study; `placements`: those of all cells at any scale. Raises `ConfigError` for
+    unknown keys, axes and labels, for a side that leaves open what the other names, for what means
+    nothing, and where no cells stand.
     """
     fields = dict(item) if isinstance(item, Mapping) else {"says": item}
     for name, default in (("larger", None), ("smaller", [])):
@@ -89,7 +93,27 @@ def claim(field: str, item: Any, labels: Mapping[str, Sequence[str]]) -> Claim:
     for axis in dict.fromkeys(axis for side in sides for axis in side):
         if any(axis not in side for side in sides) and len(claim.at.get(axis, ())) != 1:
             raise ConfigError(field, axis, "a label of this axis on either side")
+    if not _standing_cells(claim, labels, {key(place) for place in placements}):
+        raise ConfigError(field, [*map(dict, sides)], "labels at which cells of the study stand")
+    _check_meaning(field, claim)
     return claim
+
+
+def _check_meaning(field: str, claim: Claim) -> None:
+    """Raises `ConfigError` for a key that means nothing next to the others."""
+    for axis in claim.at:
+        if all(axis in side for _, side in claim.terms):
+            raise ConfigError(f"{field}.at", axis, "an axis that a side leaves open")
+    if claim.within is not None and "by" in claim.model_fields_set:
+        raise ConfigError(f"{field}.by", claim.by, "none next to within")
+
+
+def _standing_cells(
+    claim: Claim, labels: Mapping[str, Sequence[str]], cells: Collection[CellKey]
+) -> list[list[tuple[float, CellKey]]]:
+    """The signed cells of each difference whose cells are all there."""
+    differences = [[(sign, key(place)) for sign, place in terms] for terms in claim.cells(labels)]
+    return [terms for terms in differences if all(place in cells for _, place in terms)]
 
 
 def _labels(field: str, value: Any) -> dict[str, Any]:
@@ -104,7 +128,7 @@ def _labels(field: str, value: Any) -> dict[str, Any]:
 def verdicts(
     claims: Sequence[Claim],
     labels: Mapping[str, Sequence[str]],
-    values: Mapping[tuple[tuple[str, Any], ...], Any],
+    values: Mapping[CellKey, Any],
 ) -> list[dict[str, Any]]:
     """What comes of each claim, for summary.json: `says`, `of`, `verdict` (not run: none of its
     cells has numbers), the `difference` with its interval from `low` to `high` at the `level`,
@@ -118,15 +142,14 @@ def verdicts(
 
 
 def _differences(
-    claim: Claim, labels: Mapping[str, Sequence[str]], values: Mapping[Any, Any]
+    claim: Claim, labels: Mapping[str, Sequence[str]], values: Mapping[CellKey, Any]
 ) -> list[SeedValues]:
     """The difference in each of the cells that are there, without numbers where runs failed."""
-    cells = [[(sign, key(place)) for sign, place in terms] for terms in claim.cells(labels)]
-    cells = [terms for terms in cells if all(place in values for _, place in terms)]
+    cells = _standing_cells(claim, labels, values)
     return [total([(sign, values[place](claim.of)) for sign, place in terms]) for terms in cells]
 
 
-def key(place: Labels) -> tuple[tuple[str, Any], ...]:
+def key(place: Labels) -> CellKey:
     """The labels of a cell as a key."""
     return tuple(sorted(place.items()))
 

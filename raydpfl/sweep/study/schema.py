@@ -34,6 +34,7 @@ PARTS = ("study", "scales", "panels", "arms", "show", *SECTIONS)
 RESERVED = frozenset(
     ("arm", "accounting", "seed", "status", "values", "chosen", "seconds", "directory", "reason")
 ) | {"model_sha256", "tuning_seeds"}
+NUMBERS = ("mean", "std", "seeds")  # columns of its report besides scores
 Tree = Mapping[str, Any]
 LabelLimits = Mapping[str, tuple[str, ...]]  # the labels of axes that are meant
 
@@ -181,7 +182,9 @@ class Study:
                 labels = {label(text): text for text in labels}
             if not labels:
                 raise ConfigError(field, labels, "at least one label")
-            if strip_mark(axis) in RESERVED | {self.about.judge} or axis.startswith("epsilon_"):
+            name = strip_mark(axis)
+            is_number = name in NUMBERS or sign(name.removeprefix("best_"))
+            if name in RESERVED | {self.about.judge} or is_number or axis.startswith("epsilon_"):
                 expected = "another name; tables have a column of this one"
                 raise ConfigError(field, [*labels], expected)
             panels[axis] = _mapping(field, labels)
@@ -252,8 +255,9 @@ class Study:
 
     @cached_property
     def claims(self) -> list[Claim]:
+        placements = [*self._placements({})]
         claims = {f"study.claims.{number}": item for number, item in enumerate(self.about.claims)}
-        return [claim(field, item, self.labels) for field, item in claims.items()]
+        return [claim(field, item, self.labels, placements) for field, item in claims.items()]
 
     def _placements(self, only_labels: LabelLimits) -> Iterator[dict[str, str | None]]:
         """The labels of the cells that `only_labels` allows, `accounting` and `arm` last."""
