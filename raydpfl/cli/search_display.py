@@ -312,7 +312,7 @@ def cells_table(result: StudyResult) -> Table:
             *(escape(str(name or "")) for name in place),
             mean + interval,
             _epsilon(seeds),
-            str(len(seeds)),
+            str(spread.count),
             escape(override_text(json.loads(seeds[0]["values"]))),
         )
     return table

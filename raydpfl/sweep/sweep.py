@@ -257,9 +257,9 @@ class Sweep:
                 return key, own_leaves.get(key), other_leaves.get(key)
         return None
 
-    @property
+    @cached_property
     def seed(self) -> int:
-        return int(self.tree.get("seed", 0))
+        return Experiment.from_dict({"seed": self.tree.get("seed", 0)}).seed
 
     def check_settings(self) -> None:
         """Raises `ConfigError` for a setting that makes no experiment, and for what the settings

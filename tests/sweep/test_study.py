@@ -29,6 +29,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.report.figures import parse
 from raydpfl.report.figures.table import PublishedTable
 from raydpfl.sweep.study import Study, StudyRunner, builtin, reproduce
+from raydpfl.sweep.study.claims import verdict_line
 from raydpfl.sweep.study.identities import compare, words
 from raydpfl.sweep.study.schema import RESERVED
 from raydpfl.sweep.trials import name_of, short_text
@@ -224,7 +225,10 @@ def test_the_file_that_the_documentation_shows_can_be_run(scale, tmp_path, monke
         assert len(identity.groups) == 8  # half of all
 
 
-@pytest.mark.parametrize("axis", ["arm", "validation_accuracy", "epsilon_pld"])
+@pytest.mark.parametrize(
+    "axis",
+    ["arm", "validation_accuracy", "epsilon_pld", "test_loss", "best_test_accuracy", "mean"],
+)
 def test_an_axis_has_no_name_of_a_column(axis):
     with pytest.raises(ConfigError, match=rf"panels\.{axis} = .*another name"):
         study(panels={axis: {"few": {"rounds": 1}}})
@@ -247,6 +251,16 @@ def test_an_identity_of_arms_that_stand_nowhere_together_is_refused():
         Study.from_dict(given)
 
 
+def test_a_claim_of_a_cell_that_stands_nowhere_is_refused():
+    given = tree()
+    given["arms"]["Clip"]["only"] = {"data.partition": ["iid"]}
+    side, other = ({"arm": arm, "data.partition": "shards"} for arm in ("Clip", "Free"))
+    given["study"]["claims"] = [{"says": "x", "larger": side, "smaller": other}]
+    refused = r"claims\.0 = .*labels at which cells of the study stand"
+    with pytest.raises(ConfigError, match=refused):
+        Study.from_dict(given)
+
+
 def test_a_study_is_read_without_the_code_that_it_names(tmp_path, monkeypatch):
     given = changed("arms/Data/bounding", {"kind": "nowhere:Mine", "bound": 1.0})
     asked = Study.from_dict(given, imports=())
@@ -260,6 +274,19 @@ def test_what_is_wrong_with_a_file_is_said_by_field(path):
     value, said = WRONG[path]
     with refusal(said):
         Study.from_dict(changed(path, value))
+
+
+@pytest.mark.parametrize(
+    ("scales", "said"),
+    [
+        (["x"], "scales = ['x']: expected a mapping"),
+        ({"small": ["x"]}, "scales.small = ['x']: expected a mapping"),
+        ({"small": {"only": ["x"]}}, "scales.small.only = ['x']: expected a mapping"),
+    ],
+)
+def test_scales_that_are_no_mappings_are_refused_with_only_too(scales, said):
+    with refusal(re.escape(said)):
+        Study.from_dict(tree(scales=scales), only={"arm": ["Free"]})
 
 
 @pytest.mark.slow
@@ -436,6 +463,19 @@ def test_a_grid_grows_within_its_limit_and_where_its_key_takes_the_value(tmp_pat
     assert {value_of(row, "server.momentum") for row in rows} == {0.3, 0.9}
 
 
+@pytest.mark.parametrize("bounds", [[1.0], ["1.0", "2.0"]])
+def test_a_grid_without_two_numbers_does_not_grow_beside_one_that_does(
+    bounds, tmp_path, monkeypatch
+):
+    scored(monkeypatch, lambda run: run.local.lr / 10)
+    given = two_tuned(grow=1)
+    given["arms"]["Clip"]["bounding"]["bound"] = {"tune": [1.0, 2.0]}
+    given["arms"]["Other"] = {"bounding": {"kind": "clip", "bound": {"tune": bounds}}}
+    rows = [row for row in rows_of(played(given, tmp_path))[1] if row["arm"] == "Other"]
+    assert {value_of(row) for row in rows} == {0.1, 0.2, 0.4}
+    assert len(rows) == 2 * 3 * len(bounds)
+
+
 def test_the_choice_is_by_means_over_tuning_seeds_and_each_resample_has_one(tmp_path, monkeypatch):
     def score(run):  # seed 0 is for 0.1, by little; seed 1 for 0.2
         by = {0: {0.1: 0.6, 0.2: 0.5}, 1: {0.1: 0.1, 0.2: 0.9}}
@@ -542,10 +582,33 @@ def test_a_claim_of_every_cell_is_that_of_the_cell_that_decides(
     assert claim["verdict"] == verdict
     assert claim["difference"] == pytest.approx(1.02 * shown)
     # the level is that of any single cell
-    cells = sum(map(math.isfinite, gains))
-    half = stats.t.ppf(1 - 0.05 / cells / 2, 2) * 0.01 * abs(shown) / np.sqrt(3)
+    half = stats.t.ppf(1 - 0.05 / 2 / 2, 2) * 0.01 * abs(shown) / np.sqrt(3)
     assert claim["high"] - claim["low"] == pytest.approx(2 * half, abs=1e-5)  # rounding
-    assert claim["level"] == 1 - 0.05 / cells
+    assert claim["level"] == 1 - 0.05 / 2
+
+
+@pytest.mark.parametrize("every_cell", [False, True])
+@pytest.mark.parametrize("gain", [0.3, -0.3, 0.0])
+@pytest.mark.parametrize("lost", [[(20, 2), (40, 3)], [(40, 1), (40, 2), (40, 3)]])
+def test_no_claim_is_resolved_by_the_seeds_and_cells_that_are_left(
+    lost, gain, every_cell, tmp_path, monkeypatch
+):
+    def score(run):
+        if run.bounding.kind == "clip" and (run.data.clients, run.seed) in lost:
+            return math.nan
+        return 0.5 + run.seed / 1000 + (gain if run.bounding.kind == "clip" else 0)
+
+    scored(monkeypatch, score)
+    study = two(claims=[CLAIM | {"every_cell": every_cell}])
+    study["panels"]["size"]["many"] = {"data.clients": 40}
+    (claim,) = played(study, tmp_path).summary["claims"]
+    # one cell with all its seeds shows that not every cell is as claimed
+    is_shown = every_cell and gain < 0 and len(lost) == 3
+    assert claim["verdict"] == ("reversed" if is_shown else "not resolved")
+    assert claim["cells"] == 2
+    seeds = 3 if len(lost) == 3 else 2 if every_cell else 1
+    assert (claim["seeds"], claim["planned_seeds"]) == (seeds, 3)
+    assert verdict_line(claim).endswith(f", in {seeds} of 3 seeds") == (seeds < 3)
 
 
 def test_sides_are_equal_where_no_cell_differs(tmp_path, monkeypatch):
@@ -721,11 +784,13 @@ def test_printed_tables_in_a_folder_are_found_again_where_a_study_goes_on(tmp_pa
 
 def test_what_came_of_a_study_is_told_in_whole_lines_where_no_terminal_is(tmp_path):
     asked = study()
-    result = played(asked, tmp_path)
+    result = played(asked, tmp_path, failing=("Free data.partition=iid seed=2",))
     console = Console(file=io.StringIO(), soft_wrap=True, highlight=False)
     StudyDisplay(console, [asked]).report(result)
     lines = console.file.getvalue().splitlines()
     (line,) = [line for line in lines if line.startswith("shards") and " Clip " in line]
+    seeds = {line.split()[1]: line.split()[-1] for line in lines if line.startswith("iid")}
+    assert seeds == {"Free": "1", "Data": "2", "Uniform": "2"}  # those that have a number
     values = json.loads(result.results.to_pylist()[-6]["values"])
     assert line.split()[-2:] == [f"{key}={short_text(value)}" for key, value in values.items()]
 

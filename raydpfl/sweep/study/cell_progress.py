@@ -189,6 +189,8 @@ class CellProgress:
         grows no more, has no ratio, or its experiment takes no such value.
         """
         numbers = sorted(value for value in self.grid[key] if type(value) in (int, float))
+        if len(numbers) < 2:
+            return None
         original_values = [value for value in self.cell.grid[key].options if value in numbers]
         if end == "largest":
             numbers.reverse()

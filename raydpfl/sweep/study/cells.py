@@ -4,6 +4,7 @@ A cell's experiment is put together from the sections of the file, those of its 
 then what each axis, the accounting and the scale say.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -51,6 +52,10 @@ def _open_value(key: str, value: Mapping[str, Any]) -> Options | Reference | Non
     space = parse(key, options if is_space(options) else {"grid": options})
     if not isinstance(space, Options):
         raise ConfigError(key, options, "a list of values to try, or powers_of_two")
+    for first, second in itertools.combinations(space.options, 2):
+        if first == second:
+            pair = f"{first!r} and {second!r}"
+            raise ConfigError(key, options, f"values that differ; {pair} make the same experiment")
     return space
 
 

@@ -4,15 +4,15 @@ A claim is an item of `study.claims`: `larger` and `smaller` are labels of cells
 lists of them, whose numbers `of` are added; `at` the labels at which it is claimed. The difference
 of the two is taken seed by seed and averaged over the labels of all other axes. A claim `holds` if
 the interval lies above `by` (or within +-`within`), is `reversed` if it lies below (or beyond), and
-is `not resolved` otherwise, or where a single cell shows the opposite. A claim of `every_cell`
-holds if it holds in each cell, and is reversed if it is in any; its difference is that of the cell
-that decides. The sides are `equal` if their numbers are, in every seed of every cell, whatever
-resampled tuning seeds choose. Levels are corrected for the number of claims (Bonferroni), those of
-single cells for the number of cells too.
+is `not resolved` otherwise, where a single cell shows the opposite, or where a final run has no
+number. A claim of `every_cell` holds if it holds in each cell, and is reversed if it is in any; its
+difference is that of the cell that decides. The sides are `equal` if their numbers are, in every
+seed of every cell, whatever resampled tuning seeds choose. Levels are corrected for the number of
+claims (Bonferroni), those of single cells for the number of cells too.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
@@ -26,6 +26,7 @@ from raydpfl.sweep.spaces import Options, points
 from raydpfl.sweep.study.cells import label, strip_mark
 
 Labels = Mapping[str, str | None]
+CellKey = tuple[tuple[str, Any], ...]  # the sorted labels of a cell
 OUTCOMES = ("holds", "reversed", "equal", "not resolved")
 LEVEL = 0.05  # the chance that any `holds` or `reversed` of a study is wrong, at most
 
@@ -64,10 +65,13 @@ class Claim(Section):
         ]
 
 
-def claim(field: str, item: Any, labels: Mapping[str, Sequence[str]]) -> Claim:
+def claim(
+    field: str, item: Any, labels: Mapping[str, Sequence[str]], placements: Iterable[Labels]
+) -> Claim:
     """The claim that an item of `study.claims`, at the key `field`, states. `labels`: those of
-    every axis of the study. Raises `ConfigError` for unknown keys, axes and labels, and for a side
-    that leaves open what the other names.
+    every axis of the study; `placements`: those of all cells at any scale. Raises `ConfigError` for
+    unknown keys, axes and labels, for a side that leaves open what the other names, for what means
+    nothing, and where no cells stand.
     """
     fields = dict(item) if isinstance(item, Mapping) else {"says": item}
     for name, default in (("larger", None), ("smaller", [])):
@@ -89,7 +93,27 @@ def claim(field: str, item: Any, labels: Mapping[str, Sequence[str]]) -> Claim:
     for axis in dict.fromkeys(axis for side in sides for axis in side):
         if any(axis not in side for side in sides) and len(claim.at.get(axis, ())) != 1:
             raise ConfigError(field, axis, "a label of this axis on either side")
+    if not _standing_cells(claim, labels, {key(place) for place in placements}):
+        raise ConfigError(field, [*map(dict, sides)], "labels at which cells of the study stand")
+    _check_meaning(field, claim)
     return claim
+
+
+def _check_meaning(field: str, claim: Claim) -> None:
+    """Raises `ConfigError` for a key that means nothing next to the others."""
+    for axis in claim.at:
+        if all(axis in side for _, side in claim.terms):
+            raise ConfigError(f"{field}.at", axis, "an axis that a side leaves open")
+    if claim.within is not None and "by" in claim.model_fields_set:
+        raise ConfigError(f"{field}.by", claim.by, "none next to within")
+
+
+def _standing_cells(
+    claim: Claim, labels: Mapping[str, Sequence[str]], cells: Collection[CellKey]
+) -> list[list[tuple[float, CellKey]]]:
+    """The signed cells of each difference whose cells are all there."""
+    differences = [[(sign, key(place)) for sign, place in terms] for terms in claim.cells(labels)]
+    return [terms for terms in differences if all(place in cells for _, place in terms)]
 
 
 def _labels(field: str, value: Any) -> dict[str, Any]:
@@ -104,12 +128,13 @@ def _labels(field: str, value: Any) -> dict[str, Any]:
 def verdicts(
     claims: Sequence[Claim],
     labels: Mapping[str, Sequence[str]],
-    values: Mapping[tuple[tuple[str, Any], ...], Any],
+    values: Mapping[CellKey, Any],
 ) -> list[dict[str, Any]]:
     """What comes of each claim, for summary.json: `says`, `of`, `verdict` (not run: none of its
     cells has numbers), the `difference` with its interval from `low` to `high` at the `level`,
-    `seeds`, and the numbers of `cells`, in all and by what a single one shows. `values`: by the
-    sorted labels of a cell (`key`), what gives its `SeedValues` of a number by name.
+    `seeds` of `planned_seeds`, and the numbers of `cells`, in all and by what a single one shows.
+    `values`: by the sorted labels of a cell (`key`), what gives its `SeedValues` of a number by
+    name.
     """
     differences = [_differences(claim, labels, values) for claim in claims]
     count = max(sum(any(cell.spread().count for cell in cells) for cells in differences), 1)
@@ -117,15 +142,14 @@ def verdicts(
 
 
 def _differences(
-    claim: Claim, labels: Mapping[str, Sequence[str]], values: Mapping[Any, Any]
+    claim: Claim, labels: Mapping[str, Sequence[str]], values: Mapping[CellKey, Any]
 ) -> list[SeedValues]:
     """The difference in each of the cells that are there, without numbers where runs failed."""
-    cells = [[(sign, key(place)) for sign, place in terms] for terms in claim.cells(labels)]
-    cells = [terms for terms in cells if all(place in values for _, place in terms)]
+    cells = _standing_cells(claim, labels, values)
     return [total([(sign, values[place](claim.of)) for sign, place in terms]) for terms in cells]
 
 
-def key(place: Labels) -> tuple[tuple[str, Any], ...]:
+def key(place: Labels) -> CellKey:
     """The labels of a cell as a key."""
     return tuple(sorted(place.items()))
 
@@ -136,7 +160,7 @@ def _verdict(claim: Claim, differences: Sequence[SeedValues], claim_count: int) 
     if not cells:
         return {**facts, "verdict": "not run", "cells": 0}
     level = 1 - LEVEL / claim_count
-    cell_level = 1 - LEVEL / claim_count / len(cells)
+    cell_level = 1 - LEVEL / claim_count / len(differences)
     cell_outcomes = [_outcome(claim, cell, cell_level) for cell in cells]
     outcomes = {*cell_outcomes}
     if claim.every_cell:
@@ -151,7 +175,8 @@ def _verdict(claim: Claim, differences: Sequence[SeedValues], claim_count: int) 
         difference = total([(1 / len(cells), cell) for cell in cells])
         outcome = _outcome(claim, difference, level)
         cancels = outcome == "equal" and outcomes != {"equal"}
-        if cancels or {outcome, *outcomes} >= {"holds", "reversed"}:
+        lacks_cell = len(cells) < len(differences)
+        if lacks_cell or cancels or {outcome, *outcomes} >= {"holds", "reversed"}:
             outcome = "not resolved"
     spread = difference.spread()
     half_width = spread.half_width(level)
@@ -164,7 +189,8 @@ def _verdict(claim: Claim, differences: Sequence[SeedValues], claim_count: int) 
         "high": spread.mean + half_width if has_interval else None,
         "level": level,
         "seeds": spread.count,
-        "cells": len(cells),
+        "planned_seeds": len(difference.values),
+        "cells": len(differences),
         **{outcome: cell_outcomes.count(outcome) for outcome in OUTCOMES},
     }
 
@@ -178,11 +204,13 @@ def _margin(claim: Claim, difference: SeedValues, level: float) -> float:
 
 
 def _outcome(claim: Claim, difference: SeedValues, level: float) -> str:
+    spread = difference.spread()
+    if spread.count < len(difference.values):
+        return "not resolved"
     samples = (difference.values, *difference.resamples.values())
     zero = all(number == 0 for numbers in samples for number in numbers.values())
     if zero and len(difference.values) > 1 and not (claim.by or claim.within):
         return "equal"
-    spread = difference.spread()
     half_width = spread.half_width(level)  # NaN, of a single seed, resolves nothing
     low, high = spread.mean - half_width, spread.mean + half_width
     if claim.within is None:
@@ -204,5 +232,7 @@ def verdict_line(verdict: Mapping[str, Any]) -> str:
     several = verdict["cells"] > 1
     cells = f", {verdict['holds']} of {verdict['cells']} cells hold" if several else ""
     place = " in the cell that decides" if several and verdict["every_cell"] else ""
+    if verdict["seeds"] < verdict["planned_seeds"]:
+        place += f", in {verdict['seeds']} of {verdict['planned_seeds']} seeds"
     mean = f"{factor * verdict['difference']:+.4g}{unit}"
     return f"{verdict['says']}: {verdict['verdict']}{cells}; {number.words} {mean}{interval}{place}"

@@ -34,6 +34,7 @@ PARTS = ("study", "scales", "panels", "arms", "show", *SECTIONS)
 RESERVED = frozenset(
     ("arm", "accounting", "seed", "status", "values", "chosen", "seconds", "directory", "reason")
 ) | {"model_sha256", "tuning_seeds"}
+NUMBERS = ("mean", "std", "seeds")  # columns of its report besides scores
 Tree = Mapping[str, Any]
 LabelLimits = Mapping[str, tuple[str, ...]]  # the labels of axes that are meant
 
@@ -122,10 +123,11 @@ class Study:
         _check_one_of("--scale", scale, SCALES)
         tree = copy.deepcopy(dict(values))
         if only:
-            scales = tree["scales"] = tree.get("scales") or {}
-            changes = scales[scale] = scales.get(scale) or {}
+            scales = tree["scales"] = _mapping("scales", tree.get("scales"))
+            changes = scales[scale] = _mapping(f"scales.{scale}", scales.get(scale))
             only_labels = {axis: [*names] for axis, names in only.items()}
-            changes["only"] = (changes.get("only") or {}) | only_labels
+            label_limits = _mapping(f"scales.{scale}.only", changes.get("only"))
+            changes["only"] = label_limits | only_labels
         if seeds is None:
             seeds = _scales(tree).get(scale, Scale()).seeds or about.seeds
         if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
@@ -180,7 +182,9 @@ class Study:
                 labels = {label(text): text for text in labels}
             if not labels:
                 raise ConfigError(field, labels, "at least one label")
-            if strip_mark(axis) in RESERVED | {self.about.judge} or axis.startswith("epsilon_"):
+            name = strip_mark(axis)
+            is_number = name in NUMBERS or sign(name.removeprefix("best_"))
+            if name in RESERVED | {self.about.judge} or is_number or axis.startswith("epsilon_"):
                 expected = "another name; tables have a column of this one"
                 raise ConfigError(field, [*labels], expected)
             panels[axis] = _mapping(field, labels)
@@ -214,9 +218,13 @@ class Study:
         """Values that are put to each end of a grid that is chosen, at most."""
         return self.about.grow if self._scale.grow is None else self._scale.grow
 
+    @cached_property
+    def seed(self) -> int:
+        return Experiment.from_dict({"seed": self.tree.get("seed", 0)}).seed
+
     def tuning_seeds(self) -> range:
-        first_seed = int(self.tree.get("seed", 0))
-        return range(first_seed, first_seed + (self._scale.tuning_seeds or self.about.tuning_seeds))
+        count = self._scale.tuning_seeds or self.about.tuning_seeds
+        return range(self.seed, self.seed + count)
 
     def final_seeds(self) -> range:
         first_seed = self.tuning_seeds().stop
@@ -247,8 +255,9 @@ class Study:
 
     @cached_property
     def claims(self) -> list[Claim]:
+        placements = [*self._placements({})]
         claims = {f"study.claims.{number}": item for number, item in enumerate(self.about.claims)}
-        return [claim(field, item, self.labels) for field, item in claims.items()]
+        return [claim(field, item, self.labels, placements) for field, item in claims.items()]
 
     def _placements(self, only_labels: LabelLimits) -> Iterator[dict[str, str | None]]:
         """The labels of the cells that `only_labels` allows, `accounting` and `arm` last."""
