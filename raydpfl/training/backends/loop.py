@@ -2,20 +2,30 @@
 
 The parameters of a working copy of the module are views of one flat buffer, and the gradients of
 another, unless a step needs these two alone. Convolutional nets with max-pooling are channels-last
-inside, which is faster there and slower where GroupNorm follows.
+inside, which is faster there and slower where GroupNorm follows, unless their code fails so, as by
+a `view`.
 """
 
 import copy
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
 from torch import nn
 
 from raydpfl import models
+from raydpfl.core import prng
 from raydpfl.methods.local.base import Local
 from raydpfl.models.shared_and_local import concatenate, fill, local_buffers
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import CORE, LOCAL_BUFFERS, TRAIN, ChunkData, clip_factors
+from raydpfl.training.backends.base import (
+    CORE,
+    LOCAL_BUFFERS,
+    TRAIN,
+    Block,
+    ChunkData,
+    clip_factors,
+)
 from raydpfl.training.backends.per_client import Descent, OneByOne
 from raydpfl.training.layers.dropout import RowMajor
 from raydpfl.training.layers.tap_crop import CLOSE, crop, images_of, set_leaf
@@ -47,13 +57,18 @@ class Loop(OneByOne):
         self.shapes = [parameter.shape for parameter in self.trainable]
         super().__init__(module, local, device, task)
         self._allocate([shape.numel() for shape in self.shapes])
-        self.views = self._views(self.flat)
-        self.gradients = self._views(self.gradient)
-        for parameter, view in zip(self.trainable, self.views, strict=True):
-            parameter.data = view
+        self._bind()
+        self.prepared = False
         # places of the parameters of which a part is a leaf; None: not looked for yet
         self.cropped_places: list[int] | None = None
         self.buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+
+    def _bind(self) -> None:
+        """Moves the parameters into `flat`, laid out as `channels_last` says."""
+        self.views = self._views(self.flat)
+        self.gradients = self._views(self.gradient)
+        for parameter, view in zip(self.trainable, self.views, strict=True):
+            parameter.data = view.copy_(parameter.data.clone())
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         views = []
@@ -64,6 +79,30 @@ class Loop(OneByOne):
             else:
                 views.append(part.view(shape))
         return views
+
+    def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
+        if not self.prepared and not self.local.trains:
+            with prng.keyed_globals(0):
+                self._prepare(chunk.x)
+            self.prepared = True
+        yield from super().run(parameters, chunk)
+
+    def _prepare(self, x: torch.Tensor) -> None:
+        """What is decided before the first client, on made-up rows of the shape and the type of
+        those in `x`.
+        """
+        rows = x.new_zeros(2, *x.shape[2:])
+        if not self.channels_last:
+            return
+        if rows.dim() == 4:
+            rows = rows.new_zeros(2, *rows.shape[2:], rows.shape[1]).permute(0, 3, 1, 2)
+        try:
+            outputs = self._outputs(rows)
+            outputs.backward(torch.ones_like(outputs))
+        except RuntimeError:  # as of a `view`
+            self.channels_last = self.drops = False
+            self._bind()
+        self.module.zero_grad()
 
     def _client(
         self, parameters: torch.Tensor, chunk: ChunkData, slot: int
@@ -150,10 +189,12 @@ class Loop(OneByOne):
                 torch._foreach_add_(*zip(*pairs, strict=True), alpha=-descent.lr)
         return loss.detach()
 
-    def _loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def _outputs(self, x: torch.Tensor) -> torch.Tensor:
         with self.autocast(), RowMajor() if self.drops else nullcontext():
-            outputs = self.module(x)
-        return self.task.loss(outputs.float(), y).mean()
+            return self.module(x).float()
+
+    def _loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.task.loss(self._outputs(x), y).mean()
 
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
         if clip is None:
