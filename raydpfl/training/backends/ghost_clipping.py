@@ -288,11 +288,11 @@ class Layerwise(Loop):
     """
 
     capabilities = Loop.capabilities - {UNCLIPPED, BFLOAT16}
+    crops = False  # a layer's own weight is what its inputs and gradients fit
     samples: int  # of a pass
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
-        self.cropped_places = []  # a layer's own weight is what its inputs and gradients fit
         places = {id(parameter): place for place, parameter in enumerate(self.trainable)}
         layer_places = [(layer, _places(layer, places)) for layer in self.module.modules()]
         self.leaves = [_Leaf(layer, parameters) for layer, parameters in layer_places if parameters]
