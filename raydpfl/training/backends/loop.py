@@ -102,6 +102,7 @@ class Loop(OneByOne):
             except RuntimeError:  # as of a `view`
                 self.channels_last = self.drops = False
                 self._bind()
+                rows = x.new_zeros(2, *x.shape[2:])
             self.module.zero_grad()
         if self.crops:
             self._crop(rows)
