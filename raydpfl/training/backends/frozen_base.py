@@ -177,6 +177,7 @@ class OneBatch(Vmap):
     outside of layers that take samples along the first axis.
     """
 
+    whole_batches = True
     few = 0  # it has no vmap to do without
     calls = 1 << 19  # as a row goes through what is frozen too
 

@@ -288,6 +288,7 @@ class Layerwise(Loop):
     """
 
     capabilities = Loop.capabilities - {UNCLIPPED, BFLOAT16}
+    whole_batches = True
     crops = False  # a layer's own weight is what its inputs and gradients fit
     samples: int  # of a pass
 
