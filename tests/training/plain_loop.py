@@ -155,6 +155,12 @@ def adapted() -> nn.Module:
     return module
 
 
+def single_number() -> nn.Module:
+    """Has a layer with a parameter that is one number, without an axis."""
+    scale = net("Times", lambda self, x: self.by * x, by=nn.Parameter(torch.tensor(0.7)))
+    return mlp(nn.Linear(72, CLASSES), scale)
+
+
 def tied() -> nn.Module:
     module = mlp(nn.Linear(72, 72), nn.Tanh(), nn.Linear(72, 72), nn.Linear(72, CLASSES))
     module[3].weight = module[1].weight
@@ -263,6 +269,7 @@ LAYERS = {
     "frozen": frozen,
 }
 OTHERS = {"residual": residual, "reused": reused, "tied": tied, "tied by hand": tied_by_hand}
+OTHERS |= {"single number": single_number}
 MODULES = {**STACKS, **CONVOLUTIONAL, **LAYERS, **OTHERS, "adapters": adapted}
 
 
