@@ -1,5 +1,6 @@
 """Makes a module from the `model` section of a config, and checks that it can be trained."""
 
+import contextlib
 import copy
 from collections.abc import Mapping
 from functools import partial
@@ -33,6 +34,7 @@ from raydpfl.models.weights import fill
 
 REMEDY = "use GroupNorm: raydpfl.models.group_norm converts it; or model.frozen, or model.local"
 FORWARD = 60.0  # seconds that a module may take for a batch of 2
+LARGE = 100.0  # times their size, at which parameters meet a bound that a forward sets them
 
 
 def parse(values: Mapping[str, Any]) -> Model:
@@ -134,18 +136,12 @@ def _scores(
 
 
 def _check_forward(module: nn.Module, model: Model, form: Form) -> None:
-    """Raises `ConfigError` for what a forward pass in training gives, changes or keeps."""
-    input_text = f"{form.dtype} {['batch', *form.shape]}"
+    """Raises `ConfigError` for what a forward pass gives, or changes or keeps in training."""
     local_values = shared_and_local.concatenate(shared_and_local.local_buffers(module))
     _scores(module.train(), model, form)
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     state = python_state(module)
-    scores = _scores(module, model, form, stream(0, Purpose.DATA))
-    if not isinstance(scores, torch.Tensor) or scores.shape != (2, *form.outputs):
-        actual = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-        output_text = ", ".join(map(str, ["batch", *form.outputs]))
-        expected = f"a module that returns [{output_text}] for {input_text}"
-        raise _kind_error(model, f"{expected}; for a batch of 2 it returns {actual}")
+    _check_scores(_scores(module, model, form, stream(0, Purpose.DATA)), model, form)
     local_names = shared_and_local.local_names(module)
     for name, buffer in module.named_buffers():
         if not torch.equal(buffer, before[name]) and name not in local_names:
@@ -157,6 +153,42 @@ def _check_forward(module: nn.Module, model: Model, form: Form) -> None:
     if names:
         expected = "a module that keeps nothing from one batch to the next"
         raise _kind_error(model, f"{expected}; {names} changes")
+    _check_parameters(module, model, form)
+    _check_scores(_scores(module.eval(), model, form), model, form, " in evaluation mode")
+
+
+def _check_scores(scores: Any, model: Model, form: Form, mode: str = "") -> None:
+    """Raises `ConfigError` for what a module gives for a batch of 2, in `mode`."""
+    if not isinstance(scores, torch.Tensor) or scores.shape != (2, *form.outputs):
+        actual = list(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+        output_text = ", ".join(map(str, ["batch", *form.outputs]))
+        input_text = f"{form.dtype} {['batch', *form.shape]}"
+        expected = f"a module that returns [{output_text}] for {input_text}"
+        raise _kind_error(model, f"{expected}; for a batch of 2 it returns {actual}{mode}")
+
+
+def _check_parameters(module: nn.Module, model: Model, form: Form) -> None:
+    """Raises `ConfigError` for a forward pass that changes parameters, or puts others in their
+    place: training would go on with those before. What torch's Embedding changes stays in place.
+    """
+    module = copy.deepcopy(module)
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            layer.max_norm = None
+    before = dict(module.named_parameters())
+    for factor in (LARGE, -1.0):
+        with torch.no_grad():
+            values = {name: part.mul_(factor).clone() for name, part in before.items()}
+        addresses = {name: part.data_ptr() for name, part in before.items()}
+        with contextlib.suppress(ConfigError):  # such numbers may be too large for it
+            _scores(module, model, form, stream(0, Purpose.DATA))
+        after = dict(module.named_parameters())
+        for name, part in before.items():
+            same = after.get(name) is part and part.data_ptr() == addresses[name]
+            if not (same and torch.equal(part, values[name])):
+                expected = f"a module whose forward changes no parameter; it changes {name}"
+                remedy = "torch.nn.utils.parametrize computes with a changed copy"
+                raise _kind_error(model, f"{expected} ({remedy})")
 
 
 def _kind_error(model: Model, expected: str) -> ConfigError:

@@ -70,7 +70,7 @@ def freeze(module: nn.Module, names: Set[str]) -> None:
             parameter.requires_grad_(False)
     for layer, buffers in _buffers(module):
         if buffers & names and not has_frozen_buffer(layer):
-            layer.register_forward_pre_hook(_evaluation_hook)
+            layer.register_forward_pre_hook(_evaluation_hook, prepend=True)
 
 
 def _buffers(module: nn.Module) -> list[tuple[nn.Module, set[str]]]:

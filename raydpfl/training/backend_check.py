@@ -14,11 +14,12 @@ from raydpfl.errors import USER_EXCEPTIONS
 from raydpfl.methods.local.base import Local
 from raydpfl.models.linear_stack import NoStack
 from raydpfl.models.tasks import Form
-from raydpfl.training.backends import REFERENCE
+from raydpfl.training.backends import BACKENDS, REFERENCE
 from raydpfl.training.backends.base import Starts
 from raydpfl.training.backends.frozen_base import NotOneBatch
 from raydpfl.training.backends.ghost_clipping import NotLayerwise
 from raydpfl.training.trainer import Trainer
+from raydpfl.training.value_reads import value_read
 
 # of the step's norm: rounding gives 1e-6, a wrong gradient about 1
 TOLERANCE = 1e-3
@@ -33,13 +34,18 @@ def mismatch(
 ) -> str | None:
     """Why `backend` cannot train `module`, or None: its first steps against the loop's, each
     client's on one attempt's rows. With `clip` the bound is such that half of the rows, which
-    differ in norm, are clipped.
+    differ in norm, are clipped. A backend of `whole_batches` takes no module whose course may
+    depend on the rows, which three steps need not show.
     """
     uncertain = ROUNDING / TOLERANCE * models.trained(module).norm()
     errors = torch.full((len(SIZES),), torch.inf)
     timeout = TimeoutError(f"three steps take more than {MAX_SECONDS:g} s")
     try:
         with time_limit(MAX_SECONDS, timeout):
+            if BACKENDS[backend].whole_batches:
+                read = value_read(module, form.inputs(4, stream(0, Purpose.DATA)))
+                if read:
+                    return f"its forward reads values of its rows ({read}) and may branch on them"
             for seed in range(ATTEMPTS):
                 updates, reference = FirstSteps(module, local, form, clip, seed).by(backend)
                 relative = (updates - reference).norm(dim=1) / (reference.norm(dim=1) + uncertain)

@@ -51,6 +51,42 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
+class Own(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 6)
+
+
+class Held(Own):
+    """Holds its weight to a bound, in place."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.copy_(torch.renorm(self.weight, 2, 0, 4.0))
+        return super().forward(x)
+
+
+class Replaced(Own):
+    """Puts another weight in the place of its own."""
+
+    def forward(self, x):
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 1e9)
+        return super().forward(x)
+
+
+class Floored(Own):
+    """Holds its bias above a bound, in place."""
+
+    def forward(self, x):
+        self.bias.data.clamp_(min=-1.0)
+        return super().forward(x)
+
+
+class ClassInEvaluation(Own):
+    def forward(self, x):
+        scores = super().forward(x)
+        return scores if self.training else scores.argmax(1)
+
+
 SHARED = nn.Linear(6, 6)
 
 
@@ -74,6 +110,18 @@ def fail() -> nn.Module:
 
 def spectral() -> nn.Linear:
     return nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+
+
+def normed() -> nn.Linear:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+
+
+def orthogonal() -> nn.Linear:
+    return nn.utils.parametrizations.orthogonal(nn.Linear(6, 6))
+
+
+def old_spectral() -> nn.Linear:
+    return nn.utils.spectral_norm(nn.Linear(6, 6))
 
 
 def linear(wide=6) -> nn.Linear:
@@ -361,6 +409,18 @@ def test_what_cannot_be_trained_is_refused_in_one_line(keys, message):
         build((6,), 6, **keys)
     if "BatchNorm" in str(refused.value):
         assert "raydpfl.models.group_norm" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "frozen"),
+    [("normed", []), ("orthogonal", []), ("old_spectral", ["weight_u", "weight_v"])],
+)
+def test_layers_whose_weight_is_computed_are_trained(kind, frozen):
+    module = build((6,), 6, kind=f"user_nets:{kind}", frozen=frozen)
+    assert models.parameter_count(module) >= 42
+    buffers = [buffer.clone() for buffer in module.buffers()]
+    module.train()(torch.ones(2, 6))
+    assert all(map(torch.equal, buffers, module.buffers()))
 
 
 def test_images_that_are_too_small_are_refused():

@@ -116,6 +116,16 @@ def in_place() -> nn.Module:
     return net("InPlace", forward, **filters, norm=nn.GroupNorm(3, 6), c=nn.Linear(216, CLASSES))
 
 
+def viewed() -> nn.Module:
+    """Takes its images in another shape by `view`, which those that are channels-last have not."""
+
+    def forward(self, x):
+        return self.b(self.pool(self.a(x)).view(-1, 45))
+
+    layers = {"a": nn.Conv2d(2, 5, 3, padding=1), "pool": nn.MaxPool2d(2)}
+    return net("Viewed", forward, **layers, b=nn.Linear(45, CLASSES))
+
+
 def two_inputs() -> nn.Module:
     """Has a layer with a bare parameter, of two inputs."""
 
@@ -143,6 +153,12 @@ def adapted() -> nn.Module:
     models.adapt(module, asked, lambda: module(torch.zeros(1, *SHAPE)))
     nn.init.normal_(module.first.lora_B.weight, std=0.2)
     return module
+
+
+def single_number() -> nn.Module:
+    """Has a layer with a parameter that is one number, without an axis."""
+    scale = net("Times", lambda self, x: self.by * x, by=nn.Parameter(torch.tensor(0.7)))
+    return mlp(nn.Linear(72, CLASSES), scale)
 
 
 def tied() -> nn.Module:
@@ -249,9 +265,11 @@ LAYERS = {
     "embedding": embedded,
     "two inputs": two_inputs,
     "in place": in_place,
+    "viewed": viewed,
     "frozen": frozen,
 }
 OTHERS = {"residual": residual, "reused": reused, "tied": tied, "tied by hand": tied_by_hand}
+OTHERS |= {"single number": single_number}
 MODULES = {**STACKS, **CONVOLUTIONAL, **LAYERS, **OTHERS, "adapters": adapted}
 
 

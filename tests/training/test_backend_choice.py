@@ -38,6 +38,7 @@ from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.backend_timing import StepTimes, Workload
 from raydpfl.training.backends import BACKENDS, convolutional, fused, ghost_clipping, vmap
 from raydpfl.training.trainer import Trainer
+from raydpfl.training.value_reads import value_read
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 made_mlp = partial(made, "mlp")
@@ -398,7 +399,7 @@ def test_the_backend_follows_from_the_architecture(name, caplog):
     if name in STACKS:
         expected = "fused" if name in ("leaky mlp", "functional") else "compiled"
     special = {"pooled": "convolutional", "cnn of functions": "convolutional"}
-    special |= {"frozen": "one_batch", "adapters": "one_batch"}
+    special |= {"frozen": "one_batch", "adapters": "one_batch", "viewed": "convolutional"}
     assert backend == special.get(name, expected)
     assert [message.partition(";")[0] for message in caplog.messages] == [
         "clients are trained by vmap"
@@ -433,6 +434,40 @@ def test_a_module_that_layerwise_would_get_wrong_is_refused_with_the_reason(name
 def test_what_layerwise_cannot_do_is_left_to_vmap_or_the_loop_and_said(kind, reason, caplog):
     assert choose_backend(kind(), Sgd(), form(SHAPE), clip=1.0) in ("vmap", "loop")
     assert reason in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.mean() > 1e3,
+        lambda x: sum(x.flatten().tolist()) > 1e3,
+        lambda x: x.detach().numpy().max() > 1e3,
+        lambda x: len(x[x > 1e3]),
+    ],
+)
+@pytest.mark.parametrize("backend", ["layerwise", "one_batch"])
+def test_whole_batches_run_through_no_module_that_may_branch_on_them(backend, read):
+    def forward(self, x):
+        h = self.first(x.flatten(1))
+        return self.last(h * h.mean(0) if read(x) else h)
+
+    module = net("Branches", forward, first=nn.Linear(72, 6), last=nn.Linear(6, CLASSES))
+    module.first.requires_grad_(False)
+    assert choose_backend(module, Sgd(), form(SHAPE), clip=1.0) == "loop"
+    with pytest.raises(ConfigError, match="reads values of its rows"):
+        choose_backend(module, Sgd(), form(SHAPE), backend, clip=1.0)
+
+
+def test_values_that_no_row_has_gone_into_may_be_read():
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(6)
+        x = self.layers(x.flatten(1, 2).view(-1, 6, 12), mask=mask)  # looks whether it is causal
+        return self.last(x[torch.arange(len(x)), 0])
+
+    layer = nn.TransformerEncoderLayer(12, 2, 8, dropout=0.0, batch_first=True)
+    layers = nn.TransformerEncoder(layer, 1)
+    module = net("Masked", forward, layers=layers, last=last(12))
+    assert value_read(module, torch.rand(4, *SHAPE)) is None
 
 
 def test_a_layer_that_layerwise_cannot_draw_sample_by_sample_is_left_to_vmap():

@@ -54,25 +54,25 @@ def convolutions(reads: bool) -> nn.Module:
     return net("Reader", forward, first=nn.Conv2d(2, 4, 3, stride=2, padding=1), **filters)
 
 
-def updates(module: nn.Module, local: Sgd, crops: bool) -> tuple[torch.Tensor, bool]:
+def updates(module: nn.Module, local: Sgd, crops: bool) -> tuple[torch.Tensor, int]:
     draw = torch.Generator().manual_seed(1)
     x = torch.rand(2, 6, 2, 2, 2, generator=draw)
     y = torch.randint(4, (2, 6), generator=draw)
     trainer = Trainer(module, local, backend="loop", seed=0)
-    trainer.backend.cropped_places = None if crops else []
+    trainer.backend.crops = crops
     chunk = trainer.chunk(models.flatten(module), x, y, [6, 5], t=0, clients=[0, 1], draws=[0, 0])
     found = torch.cat([block.updates for block in chunk])
-    return found, bool(trainer.backend.cropped_places)
+    return found, len(trainer.backend.cropped_taps)
 
 
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("local", [Sgd(steps=3, batch=3), Sgd(steps=3, batch=3, momentum=0.5)])
-def test_the_loop_trains_as_without_the_crop_and_does_without_where_weights_are_read(local, reads):
+def test_the_loop_trains_as_without_the_crop_also_where_a_weight_is_read(local, reads):
     torch.manual_seed(0)
     module = convolutions(reads)
     expected, _ = updates(module, local, crops=False)
     found, cropped = updates(module, local, crops=True)
-    assert cropped is not reads
+    assert cropped == 2
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
     if not reads:  # of nine taps one has moved
         by_second = found[0].split([p.numel() for p in module.parameters()])[2].view(4, 4, 3, 3)
@@ -92,3 +92,29 @@ def test_clipped_samples_have_all_taps():
         return block.updates
 
     assert torch.allclose(update("layerwise"), update("loop"), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("local", [Sgd(steps=2, batch=3), Sgd(steps=2, batch=3, momentum=0.5)])
+@pytest.mark.parametrize("bright", [[0], [1], [0, 1]])
+def test_images_of_another_size_have_all_taps_in_every_order_of_clients(bright, local):
+    def forward(self, x):
+        x = F.adaptive_avg_pool2d(x, 2) if x.mean() > 1 else x.mean((2, 3), keepdim=True)
+        return self.filters(torch.tanh(x)).mean((2, 3))
+
+    torch.manual_seed(0)
+    module = net("Sizes", forward, filters=nn.Conv2d(2, 4, 3, padding=1))
+    x, y = torch.rand(2, 6, 2, 2, 2), torch.randint(4, (2, 6))
+    x[bright] += 2
+
+    def train(x: torch.Tensor, y: torch.Tensor, clients: list[int], crops: bool) -> torch.Tensor:
+        trainer = Trainer(module, local, backend="loop", seed=0)
+        trainer.backend.crops = crops
+        same = {"t": 0, "clients": clients, "draws": [0] * len(clients)}
+        chunk = trainer.chunk(models.flatten(module), x, y, [6] * len(clients), **same)
+        found = torch.cat([block.updates for block in chunk])
+        assert len(trainer.backend.cropped_taps) == crops
+        return found
+
+    found = train(x, y, [0, 1], True)
+    assert torch.allclose(found, train(x, y, [0, 1], False), rtol=1e-4, atol=1e-6)
+    assert torch.equal(found[1:], train(x[1:], y[1:], [1], True))

@@ -437,6 +437,9 @@ class Backend:
     # trained (`ChunkData.into`)
     threads: ClassVar[bool] = False
 
+    # whether the module's own code sees rows together that the loop has go through it apart
+    whole_batches: ClassVar[bool] = False
+
     module: nn.Module | None = None  # the working copy, where its own code is run
     # of products; TF32 is a setting of the process (`raydpfl.core.device.settle`)
     precision: Precision = "float32"

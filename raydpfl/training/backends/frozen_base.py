@@ -177,6 +177,7 @@ class OneBatch(Vmap):
     outside of layers that take samples along the first axis.
     """
 
+    whole_batches = True
     few = 0  # it has no vmap to do without
     calls = 1 << 19  # as a row goes through what is frozen too
 
@@ -260,7 +261,8 @@ class OneBatch(Vmap):
         singles = tree_map(lambda part: part.flatten(0, 1)[:, None], batch)
         singles = singles._replace(shares=torch.ones_like(singles.shares))
         gradients, losses = self._means(by_sample, singles)
-        squares = [gradient.flatten(1).square().sum(1) for gradient in gradients.values()]
+        flat = [gradient.reshape(len(gradient), -1) for gradient in gradients.values()]
+        squares = [gradient.square().sum(1) for gradient in flat]
         factors = clip_factors(torch.stack(squares).sum(0).sqrt(), clip).view(shares.shape)
         scales = (factors * shares)[:, None]
         sums = {

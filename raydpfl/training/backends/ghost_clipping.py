@@ -54,8 +54,6 @@ from raydpfl.training.backends.base import (
     BFLOAT16,
     UNCLIPPED,
     UNDERFLOW_SQUARE,
-    Block,
-    ChunkData,
     clip_factors,
 )
 from raydpfl.training.backends.loop import Loop
@@ -290,30 +288,29 @@ class Layerwise(Loop):
     """
 
     capabilities = Loop.capabilities - {UNCLIPPED, BFLOAT16}
+    whole_batches = True
+    crops = False  # a layer's own weight is what its inputs and gradients fit
+    samples: int  # of a pass
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
-        self.samples: int | None = None  # of a pass
-        self.cropped_places = []  # a layer's own weight is what its inputs and gradients fit
         places = {id(parameter): place for place, parameter in enumerate(self.trainable)}
         layer_places = [(layer, _places(layer, places)) for layer in self.module.modules()]
         self.leaves = [_Leaf(layer, parameters) for layer, parameters in layer_places if parameters]
 
-    def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
-        if self.samples is None:
-            devices = [self.device] if self.device.type == "cuda" else []
-            with torch.random.fork_rng(devices=devices), torch.no_grad():
-                self._forward(chunk.x.new_zeros(1, *chunk.x.shape[2:]))
-            numbers = 0
-            for leaf in self.leaves:  # activations count twice, for what lies between the layers
-                numbers += 2 * sum(tensor.numel() for tensor in leaf.inputs) + 2 * prod(leaf.output)
-                numbers += sum(
-                    prod(self.shapes[place])
-                    for name, place in leaf.places
-                    if not _uses_ghost_norm(leaf.layer, name, leaf.output)
-                )
-            self.samples = max(1, LIMIT // (4 * numbers))
-        yield from super().run(parameters, chunk)
+    def _prepare(self, x: torch.Tensor) -> None:
+        super()._prepare(x)
+        with torch.no_grad():
+            self._forward(x.new_zeros(1, *x.shape[2:]))
+        numbers = 0
+        for leaf in self.leaves:  # activations count twice, for what lies between the layers
+            numbers += 2 * sum(tensor.numel() for tensor in leaf.inputs) + 2 * prod(leaf.output)
+            numbers += sum(
+                prod(self.shapes[place])
+                for name, place in leaf.places
+                if not _uses_ghost_norm(leaf.layer, name, leaf.output)
+            )
+        self.samples = max(1, LIMIT // (4 * numbers))
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
         with contextlib.ExitStack() as hooks:

@@ -2,23 +2,33 @@
 
 The parameters of a working copy of the module are views of one flat buffer, and the gradients of
 another, unless a step needs these two alone. Convolutional nets with max-pooling are channels-last
-inside, which is faster there and slower where GroupNorm follows.
+inside, which is faster there and slower where GroupNorm follows, unless their code fails so, as by
+a `view`.
 """
 
 import copy
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
 from torch import nn
 
 from raydpfl import models
+from raydpfl.core import prng
 from raydpfl.methods.local.base import Local
 from raydpfl.models.shared_and_local import concatenate, fill, local_buffers
 from raydpfl.models.tasks import Task
-from raydpfl.training.backends.base import CORE, LOCAL_BUFFERS, TRAIN, ChunkData, clip_factors
+from raydpfl.training.backends.base import (
+    CORE,
+    LOCAL_BUFFERS,
+    TRAIN,
+    Block,
+    ChunkData,
+    clip_factors,
+)
 from raydpfl.training.backends.per_client import Descent, OneByOne
 from raydpfl.training.layers.dropout import RowMajor
-from raydpfl.training.layers.tap_crop import CLOSE, crop, images_of, set_leaf
+from raydpfl.training.layers.tap_crop import crop, images_of, set_leaf
 
 ROWS = 1024  # in a pass of those that the loss is taken on before a user-defined `train`
 
@@ -29,6 +39,7 @@ class Loop(OneByOne):
     """
 
     capabilities = frozenset(CORE | {TRAIN, LOCAL_BUFFERS})
+    crops = True  # whether convolutions are cropped
     module: nn.Module
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
@@ -47,13 +58,18 @@ class Loop(OneByOne):
         self.shapes = [parameter.shape for parameter in self.trainable]
         super().__init__(module, local, device, task)
         self._allocate([shape.numel() for shape in self.shapes])
+        self._bind()
+        self.prepared = False
+        # of each cropped convolution: its taps in `flat`, their copy in autograd, their gradient
+        self.cropped_taps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+
+    def _bind(self) -> None:
+        """Moves the parameters into `flat`, laid out as `channels_last` says."""
         self.views = self._views(self.flat)
         self.gradients = self._views(self.gradient)
         for parameter, view in zip(self.trainable, self.views, strict=True):
-            parameter.data = view
-        # places of the parameters of which a part is a leaf; None: not looked for yet
-        self.cropped_places: list[int] | None = None
-        self.buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+            parameter.data = view.copy_(parameter.data.clone())
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         views = []
@@ -65,12 +81,35 @@ class Loop(OneByOne):
                 views.append(part.view(shape))
         return views
 
+    def run(self, parameters: torch.Tensor, chunk: ChunkData) -> Iterator[Block]:
+        if not self.prepared and not self.local.trains:
+            with prng.keyed_globals(0):
+                self._prepare(chunk.x)
+            self.prepared = True
+        yield from super().run(parameters, chunk)
+
+    def _prepare(self, x: torch.Tensor) -> None:
+        """What is decided before the first client, on made-up rows of the shape and the type of
+        those in `x`.
+        """
+        rows = x.new_zeros(2, *x.shape[2:])
+        if self.channels_last:
+            if rows.dim() == 4:
+                rows = rows.new_zeros(2, *rows.shape[2:], rows.shape[1]).permute(0, 3, 1, 2)
+            try:
+                outputs = self._outputs(rows)
+                outputs.backward(torch.ones_like(outputs))
+            except RuntimeError:  # as of a `view`
+                self.channels_last = self.drops = False
+                self._bind()
+                rows = x.new_zeros(2, *x.shape[2:])
+            self.module.zero_grad()
+        if self.crops:
+            self._crop(rows)
+
     def _client(
         self, parameters: torch.Tensor, chunk: ChunkData, slot: int
     ) -> tuple[torch.Tensor, float]:
-        if self.cropped_places is None and not self.local.trains:
-            self._load(parameters)
-            self._crop(*next(self._batches(chunk, slot)))
         for buffer, initial in self.buffers:
             buffer.copy_(initial)
         if chunk.starts is not None:
@@ -84,91 +123,55 @@ class Loop(OneByOne):
                 chunk.starts.final[slot, len(parameters) :] = final
             return update_and_loss
 
-    def _crop(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Takes the taps that see padding alone out of the convolutions, if the gradient on a batch
-        then is as before: a module may read the weight of a layer itself.
+    def _crop(self, x: torch.Tensor) -> None:
+        """Takes the taps that see padding alone, where the images are as those of `x`, out of the
+        convolutions. A weight keeps its own gradient, as a module may read it itself.
         """
-        self.cropped_places = []
         places = {id(parameter): place for place, parameter in enumerate(self.trainable)}
-        parts = {}
-        if not any(type(layer) is nn.Conv2d for layer in self.module.modules()):
-            return
-        with torch.random.fork_rng(devices=[]):
-            layer_images = images_of(self.module, lambda: self.module(x))
-        for layer, images in layer_images.items():
+        for layer, images in images_of(self.module, lambda: self.module(x)).items():
             part = crop(layer, images[0]) if len(images) == 1 else None
             if part is not None and id(layer.weight) in places:
-                parts[places[id(layer.weight)]] = layer, part
-        if not parts:
-            return
-        references = self._trial_gradients(x, y)
-        full_tensors = self.trainable, self.views, self.gradients
-        self.trainable, self.views, self.gradients = (list(tensors) for tensors in full_tensors)
-        for place, (layer, part) in parts.items():
-            self.views[place] = self.views[place][part]
-            self.gradients[place] = self.gradients[place][part]
-            self.trainable[place] = self.views[place].detach().requires_grad_()
-            set_leaf(layer, self.trainable[place])
-            layer.weight.requires_grad_(False).grad = None
-        self.cropped_places = list(parts)
-        tolerance = CLOSE * max(float(part.abs().max()) for part in references if part.numel())
-        gradients = self._trial_gradients(x, y)
-        for place, (_, part) in parts.items():
-            leaf_gradient, gradients[place] = gradients[place], torch.zeros_like(references[place])
-            gradients[place][part] = leaf_gradient
-        pairs = zip(gradients, references, strict=True)
-        if not all(torch.allclose(*pair, CLOSE, tolerance) for pair in pairs):
-            for layer, _ in parts.values():
-                del layer.forward
-                layer.weight.requires_grad_(True)
-            self.trainable, self.views, self.gradients = full_tensors
-            self.cropped_places = []
-
-    def _trial_gradients(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
-        """The gradient of every parameter, with draws that are always the same."""
-        for parameter in self.trainable:
-            parameter.grad = None
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self._loss(x, y).backward()
-        return [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trainable]
+                place = places.pop(id(layer.weight))
+                taps, gradient = self.views[place][part], self.gradients[place][part]
+                leaf = taps.detach().requires_grad_()
+                self.cropped_taps.append((taps, leaf, gradient))
+                set_leaf(layer, leaf, images[0])
 
     def _descend(self, x: torch.Tensor, y: torch.Tensor, descent: Descent) -> torch.Tensor:
-        for parameter in self.trainable:
+        leaves = [(taps, leaf) for taps, leaf, _ in self.cropped_taps]
+        parameters = [*zip(self.views, self.trainable, strict=True)]
+        for _, parameter in (*parameters, *leaves):
             parameter.grad = None
         loss = self._loss(x, y)
         loss.backward()
         with torch.no_grad():
             if descent.shrink != 1:
                 self.flat.mul_(descent.shrink)
-            pairs = [
-                (view, parameter.grad)
-                for view, parameter in zip(self.views, self.trainable, strict=True)
-                if parameter.grad is not None
-            ]
-            if pairs:
-                torch._foreach_add_(*zip(*pairs, strict=True), alpha=-descent.lr)
+            for tensors in (parameters, leaves):  # apart, as taps lie within a parameter
+                pairs = [(view, part.grad) for view, part in tensors if part.grad is not None]
+                if pairs:
+                    torch._foreach_add_(*zip(*pairs, strict=True), alpha=-descent.lr)
         return loss.detach()
 
-    def _loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def _outputs(self, x: torch.Tensor) -> torch.Tensor:
         with self.autocast(), RowMajor() if self.drops else nullcontext():
-            outputs = self.module(x)
-        return self.task.loss(outputs.float(), y).mean()
+            return self.module(x).float()
+
+    def _loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.task.loss(self._outputs(x), y).mean()
 
     def _gradient(self, x: torch.Tensor, y: torch.Tensor, clip: float | None) -> torch.Tensor:
         if clip is None:
             for parameter, gradient in zip(self.trainable, self.gradients, strict=True):
                 parameter.grad = gradient
-            cropped_places = self.cropped_places or ()
-            for place in cropped_places:
-                self.trainable[place].grad = None  # whose memory has gaps
+            for _, leaf, _ in self.cropped_taps:
+                leaf.grad = None
             self.gradient.zero_()
             loss = self._loss(x, y)
             loss.backward()
-            for place in cropped_places:
-                leaf_gradient = self.trainable[place].grad
-                if leaf_gradient is not None:
-                    self.gradients[place].copy_(leaf_gradient)
+            for _, leaf, gradient in self.cropped_taps:
+                if leaf.grad is not None:
+                    gradient.add_(leaf.grad)
             return loss.detach()
         total = torch.zeros_like(self.gradient)
         losses = torch.zeros((), device=self.device)

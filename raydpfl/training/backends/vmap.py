@@ -137,7 +137,7 @@ class _Steps:
 
 
 def _flatten(parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([part.flatten(1) for part in parts], dim=1)
+    return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)
 
 
 class Vmap(Backend):
@@ -231,7 +231,8 @@ class Vmap(Backend):
             singles = tree_map(itemgetter((span, None)), batch)
             singles = singles._replace(shares=torch.ones_like(singles.shares))
             gradients, losses = self._sample_gradients(weights, singles)
-            squares = [part.flatten(1).square().sum(1) for part in gradients.values()]
+            flat = [part.reshape(len(part), -1) for part in gradients.values()]
+            squares = [part.square().sum(1) for part in flat]
             clipping.append(clip_factors(torch.stack(squares).sum(0).sqrt(), clip))
             factors = clipping[-1] * share
             total = {

@@ -3,7 +3,8 @@
 A 3 x 3 filter over images of one pixel, padded by one, reads that pixel by its middle tap. The
 products of the other eight are 0, and so are their gradients: in the last stage of a ResNet-18 of
 ImageNet on images of 32 x 32 pixels these are two thirds of the model. Such a layer convolves with
-a view of the taps that read pixels, which is the leaf of autograd in the place of its weight.
+a view of the taps that read pixels, a leaf of autograd in the place of its weight, wherever its
+images have the size that it was cropped for.
 
 >>> layer = nn.Conv2d(4, 4, 3, padding=1)
 >>> live_taps(layer, (1, 1)), live_taps(layer, (2, 2)), live_taps(layer, (1, 9))
@@ -19,7 +20,6 @@ from torch import nn
 
 Span = tuple[int, int]
 SHARE = 0.25  # of the taps, above which a copy of those that read pixels takes as long as all do
-CLOSE = 1e-4  # relative: of two gradients that only rounding tells apart
 
 
 def live_taps(layer: nn.Conv2d, image: tuple[int, int]) -> tuple[Span, Span]:
@@ -50,7 +50,13 @@ def images_of(module: nn.Module, run: Callable[[], Any]) -> dict[nn.Conv2d, list
         assert isinstance(layer, nn.Conv2d)
         image_sizes.setdefault(layer, []).append((inputs[0].shape[-2], inputs[0].shape[-1]))
 
-    convolutions = [layer for layer in module.modules() if type(layer) is nn.Conv2d]
+    convolutions = [
+        layer
+        for layer in module.modules()
+        if type(layer) is nn.Conv2d and "forward" not in vars(layer)
+    ]
+    if not convolutions:
+        return {}
     hooks = [layer.register_forward_pre_hook(note) for layer in convolutions]
     try:
         with torch.no_grad():
@@ -81,10 +87,15 @@ def crop(layer: nn.Conv2d, image: tuple[int, int]) -> tuple[slice, ...] | None:
     return (slice(None), slice(None), *(slice(*span) for span in spans))
 
 
-def set_leaf(layer: nn.Conv2d, leaf: torch.Tensor) -> None:
-    """Has the layer convolve with `leaf` [out, in, taps, taps], which `crop` gives, unpadded."""
+def set_leaf(layer: nn.Conv2d, leaf: torch.Tensor, image: tuple[int, int]) -> None:
+    """Has the layer convolve images of a size with `leaf` [out, in, taps, taps], which `crop` gives
+    for it, unpadded.
+    """
+    whole = layer.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-2:] != image:
+            return whole(x)
         geometry = (layer.stride, 0, layer.dilation, layer.groups)
         return F.conv2d(x, leaf.contiguous(), layer.bias, *geometry)
 
