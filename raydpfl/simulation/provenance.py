@@ -31,7 +31,7 @@ from raydpfl import models
 from raydpfl.core import device, hardware, native, prng
 from raydpfl.errors import RunError
 from raydpfl.experiment import Experiment
-from raydpfl.methods.local import Sgd
+from raydpfl.methods.local import Scaffold, Sgd
 from raydpfl.simulation.user_code import sources
 from raydpfl.training.trainer import Trainer
 
@@ -39,7 +39,7 @@ PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-ac
 # packages whose version may change a model's bits
 COMPUTING_PACKAGES = ("raydpfl", "torch", "torchvision", "numpy")
 # the digest of what compiled code draws and trains to, on every processor
-COMPILED_DIGEST = "fe354680ff3df63d"
+COMPILED_DIGEST = "0b045bc97f178797"
 # what a node has to agree with the run on, and its GPU where the run knows one
 NODE = ("cpu", "products", "arithmetic", "native", "bfloat16", "settings")
 GPU = ("device", "cuda", "cudnn", "cublas")
@@ -137,7 +137,9 @@ def _digest(results: Iterable[np.ndarray]) -> str:
 
 
 def _native_results() -> Iterator[np.ndarray]:
-    """What compiled code draws, adds and trains (momentum, clipping, noise) of a fixed seed."""
+    """What compiled code draws, adds and trains (momentum, clipping, noise, SCAFFOLD's corrections)
+    of a fixed seed.
+    """
     noise = prng.normals(1, prng.Purpose.STEP_NOISE, 1000, t=2, client=3)
     yield noise.numpy()
     yield native.norms(noise[None])
@@ -146,14 +148,17 @@ def _native_results() -> Iterator[np.ndarray]:
     yield total
     with prng.keyed_globals(1):
         module = nn.Sequential(nn.Linear(20, 9), nn.ReLU(), nn.Linear(9, 3))
-    models.load(module, noise[: models.parameter_count(module)])
+    d = models.parameter_count(module)
+    models.load(module, noise[:d])
     x = noise[: 3 * 10 * 20].view(3, 10, 20)
     y = torch.arange(30).view(3, 10) % 3
-    rule = Sgd(steps=3, batch=4, lr=0.1, momentum=0.5)
-    trainer = Trainer(module, rule, backend="compiled", seed=1, clip=1.0)
     options: dict[str, Any] = {"clients": [3, 5, 8], "draws": [0, 0, 0], "stds": np.full(3, 0.5)}
-    for block in trainer.chunk(models.flatten(module), x, y, [10, 7, 3], t=2, **options):
-        yield block.updates.numpy()
+    corrections = noise[-3 * d :].view(3, d)
+    for rule in (Sgd(steps=3, batch=4, lr=0.1, momentum=0.5), Scaffold(steps=3, batch=4, lr=0.1)):
+        trainer = Trainer(module, rule, backend="compiled", seed=1, clip=1.0)
+        options["corrections"] = corrections if rule.corrects else None
+        for block in trainer.chunk(models.flatten(module), x, y, [10, 7, 3], t=2, **options):
+            yield block.updates.numpy()
 
 
 def _kernel_results() -> Iterator[np.ndarray]:
