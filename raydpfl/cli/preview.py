@@ -28,8 +28,6 @@ from raydpfl.cli.experiment_reader import CONFIGS
 from raydpfl.config.overrides import value_at
 from raydpfl.config.yaml import dump, read
 from raydpfl.data import Data
-from raydpfl.data.sources.hugging_face import HuggingFaceData
-from raydpfl.data.sources.image_sets import TorchvisionImages
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import DEFAULTS, Experiment, overridden, report_config_fields
 from raydpfl.models.metric_columns import score_label
@@ -316,10 +314,10 @@ def list_studies(
 
 def _download(data: Data, root: Path | None) -> str:
     """What would be downloaded for these data, in words; empty: nothing."""
-    if isinstance(data, TorchvisionImages) and data.missing(data_root(root)):
+    if getattr(data, "missing", lambda root: [])(data_root(root)):
         return f"{data.kind} (raydpfl data fetch {data.kind})"
-    if isinstance(data, HuggingFaceData) and data.folder(root) is None:
-        return data.path
+    if getattr(data, "folder", lambda root: root or "")(root) is None:
+        return f"{data.kind} of the hub"
     weights = getattr(getattr(data, "features", None), "weights", None)
     return "the weights of resnet18" if weights == "imagenet" else ""
 
