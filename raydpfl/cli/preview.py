@@ -318,8 +318,8 @@ def _download(data: Data, root: Path | None) -> str:
         return f"{data.kind} (raydpfl data fetch {data.kind})"
     if getattr(data, "folder", lambda root: root or "")(root) is None:
         return f"{data.kind} of the hub"
-    weights = getattr(getattr(data, "features", None), "weights", None)
-    return "the weights of resnet18" if weights == "imagenet" else ""
+    features = data.model_dump().get("features") or {}
+    return "the weights of resnet18" if features.get("weights") == "imagenet" else ""
 
 
 def _about(study: Study) -> str:

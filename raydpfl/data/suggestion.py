@@ -14,7 +14,6 @@ from raydpfl.data.columns import KINDS, READERS, Columns, column_error, is_list,
 from raydpfl.data.inputs import inputs
 from raydpfl.data.sources import Split, parse
 from raydpfl.data.sources.image_folder import SUFFIXES
-from raydpfl.data.sources.text import Text
 from raydpfl.errors import ConfigError
 from raydpfl.storage.files import find_file
 
@@ -30,6 +29,8 @@ ROW_NUMBERS = ("id", "index", "idx", "row", "unnamed: 0", "")
 SPLITS = ("split", "set", "subset", "partition")
 # fields that say where a source is
 LOCATION = ("kind", "train", "test", "path", "client", "size", "channels")
+# fields that a text has not, or that say what it is
+TABLE_FIELDS = ("kind", "x", "task", "classes", "tokenizer", "vocabulary")
 # the overrides that make the suggested config private for clients
 PRIVATE_OVERRIDES = "'bounding={kind: clip, bound: 1.0}' 'noise={kind: gaussian, epsilon: 8}'"
 CLASSES = 100  # whole numbers of at most so many values are taken for classes
@@ -90,7 +91,7 @@ class Suggestion:
         client = keys.get("client") or _first_match(USERS, stems, names)
         y = keys.get("y") or _first_match(TARGETS, [name.strip() for name in lower_names], names)
         texts = [name for name in names if name not in (client, y) and is_text(table[name])]
-        is_speech = client and not y and overrides.keys() <= Text.model_fields.keys() - {"kind"}
+        is_speech = client and not y and overrides.keys().isdisjoint(TABLE_FIELDS)
         if texts and is_speech and Path(keys.get("train", "")).suffix in READERS:
             self.notes.append(f"text: {texts[0]}, of {client}; the next character is learnt")
             return {"kind": "text", "path": keys["train"], "text": texts[0], "client": client}
