@@ -16,10 +16,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="Differentially private federated learning, simulated on Ray. A config is code where it "
-    "names an import path (kind: package.module:Name): run, sweep, audit and submit import it. "
-    "Run no config that you have not read. Commands that read a run directory (export, budget, "
-    "data describe, audit) import what it names with --trust-code alone; report, compare and show "
-    "import nothing.",
+    "names an import path (kind: package.module:Name): run, sweep, reproduce, audit and submit "
+    "import it. Run no config that you have not read. Commands that read a run directory (export, "
+    "budget, data describe, audit) import what it names with --trust-code alone; report, compare "
+    "and show import nothing, but for show --timed.",
 )
 COMMANDS: list[Callable[..., None]] = []
 COMMANDS += [run.run, run.new, run.export, search.sweep, search.reproduce, run.submit]

@@ -1,7 +1,7 @@
 """The calculator's answers for a terminal of 80 columns or more."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -15,6 +15,7 @@ from raydpfl.privacy.guarantee import SHARES
 from raydpfl.privacy.papers import PAPERS
 from raydpfl.privacy.tradeoff import LOW_RATE
 
+WIDTH = 80  # columns of the terminal
 MOST_ROWS = 5  # clients that are shown
 PROFILE = (0.0, 0.25, 0.5, 1.0, 1.5)  # of the stated epsilon, where delta is shown
 RATES = (1e-4, 1e-3, 0.01, 0.05, 0.1)  # of false positives, likewise
@@ -186,7 +187,7 @@ def _columns(budget: PersonalBudget) -> dict[str, str]:
     return names
 
 
-def _spread(budget: PersonalBudget, names: dict[str, str]) -> Table:
+def _spread(budget: PersonalBudget, names: dict[str, str]) -> RenderableType:
     delta = budget.mechanism.delta
     title = f"Epsilon of a client's samples at delta {delta:g}: quantiles over clients"
     lines = {}
@@ -194,29 +195,40 @@ def _spread(budget: PersonalBudget, names: dict[str, str]) -> Table:
         quantiles = [budget.quantiles(name) for name in names]
         for place, share in enumerate(SHARES):
             lines[f"{share:.0%}"] = [column[place] for column in quantiles]
-    return _client_table(title, "share", names, lines)
+    return _client_table(title, "share", [*names.values()], lines)
 
 
-def _worst(budget: PersonalBudget, names: dict[str, str]) -> Table:
+def _worst(budget: PersonalBudget, names: dict[str, str]) -> RenderableType:
     """The clients that spend most, by the first accountant."""
     columns = (name for name in names if name.startswith("epsilon_") and name != "epsilon_claimed")
     key = next(columns, "noise_std")
     worst_rows = sorted(budget.private_rows, key=lambda row: row[key], reverse=True)[:MOST_ROWS]
     lines = {str(row["client"]): [row[name] for name in names] for row in worst_rows}
-    return _client_table(f"The {len(worst_rows)} clients that spend most", "client", names, lines)
+    title = f"The {len(worst_rows)} clients that spend most"
+    return _client_table(title, "client", [*names.values()], lines)
 
 
 def _client_table(
-    title: str, heading: str, names: dict[str, str], lines: dict[str, list[Any]]
-) -> Table:
-    """A table of numbers; the first column has the keys of `lines`."""
+    title: str | None, heading: str, heads: Sequence[str], lines: dict[str, list[Any]]
+) -> RenderableType:
+    """A table of numbers, or several of fewer columns where one is too wide for `WIDTH`; the first
+    column has the keys of `lines`.
+    """
     table = guarantee_table.plain(title)
-    table.add_column(heading, no_wrap=True)
+    table.add_column(heading, no_wrap=True, min_width=max(map(len, (heading, *lines))))
     rows = [["-" if value is None else f"{value:.4g}" for value in row] for row in lines.values()]
-    guarantee_table.add_numbers(table, [*names.values()], rows)
+    guarantee_table.add_numbers(table, heads, rows, head_width=1)
     for label, row in zip(lines, rows, strict=True):
         table.add_row(label, *row)
-    return table
+    if sum((column.min_width or 0) + 2 for column in table.columns) <= WIDTH:
+        return table
+    half = len(heads) // 2
+    parts = ((title, slice(half)), (None, slice(half, None)))
+    tables = [
+        _client_table(text, heading, heads[part], {key: row[part] for key, row in lines.items()})
+        for text, part in parts
+    ]
+    return Group(*tables)
 
 
 def _epsilon_text(guarantee: Guarantee) -> str:

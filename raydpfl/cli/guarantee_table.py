@@ -81,11 +81,18 @@ def table(
     return rich_table
 
 
-def add_numbers(rich_table: Table, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Adds columns whose heads wrap to 15 letters, or to their numbers, which are never split."""
+def add_numbers(
+    rich_table: Table, heads: Sequence[str], lines: Sequence[Sequence[str]], head_width: int = 15
+) -> None:
+    """Adds columns of numbers, which are never split or cut. Heads wrap to `head_width` letters, or
+    to the longest number or word.
+    """
     for place, head in enumerate(heads):
-        width = max([15, *(len(line[place]) for line in lines)])
-        rich_table.add_column("\n".join(textwrap.wrap(head, width)), justify="right", no_wrap=True)
+        widths = [len(text) for text in (*head.split(), *(line[place] for line in lines))]
+        head_lines = textwrap.wrap(head, max([head_width, *widths]))
+        width = max([*widths, *map(len, head_lines)])
+        text = "\n".join(head_lines)
+        rich_table.add_column(text, justify="right", no_wrap=True, min_width=width)
 
 
 def plain(title: str | None = None) -> Table:

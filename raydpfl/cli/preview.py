@@ -27,12 +27,14 @@ from rich.console import Console
 from raydpfl.cli.experiment_reader import CONFIGS
 from raydpfl.config.overrides import value_at
 from raydpfl.config.yaml import dump, read
+from raydpfl.data import Data
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import DEFAULTS, Experiment, overridden, report_config_fields
 from raydpfl.models.metric_columns import score_label
 from raydpfl.report.labels import count_text
 from raydpfl.simulation.resolution import preview as preview_release
 from raydpfl.simulation.resolution import resolve
+from raydpfl.storage.files import data_root
 from raydpfl.sweep import Sweep
 from raydpfl.sweep.estimate import Estimate, Runs, estimate, measure
 from raydpfl.sweep.spaces import find
@@ -279,7 +281,8 @@ def list_studies(
     root: Path | None = None,
 ) -> None:
     """Prints all studies that come with the package, with what is known of their cost here; or the
-    named ones with all that they run at one scale, what was not timed yet being timed.
+    named ones with all that they run at one scale. What was not timed yet is timed, unless it would
+    be downloaded.
 
     Raises `ConfigError` for a scale, seeds or a root without a name, and for a name of no study.
     """
@@ -296,10 +299,27 @@ def list_studies(
         console.print("\n".join([_about(scales[0]), *lines]), markup=False)
     for name in [name for study_name in names for name in builtin.several(study_name)]:
         study = Study.named(name, scale, seeds)
+        console.print(_about(study), markup=False)
+        runs = [*study.planned_runs()]
+        downloads = [_download(experiment.data, root) for experiment, _ in runs]
         with console.status("timing a round of each kind of run"):
-            duration = measure(study.planned_runs(), root)
-        lines = [f"  {line}" for line in _cells(study, duration)]
-        console.print("\n".join([_about(study), *lines]), markup=False)
+            measure([run for run, name in zip(runs, downloads, strict=True) if not name], root)
+        duration = estimate(runs)
+        lines = _cells(study, duration)
+        missing = ", ".join(dict.fromkeys(filter(None, downloads)))
+        if missing and duration.seconds is None:
+            lines.append(f"not timed, as it is not here: {missing}")
+        console.print("\n".join(f"  {line}" for line in lines), markup=False)
+
+
+def _download(data: Data, root: Path | None) -> str:
+    """What would be downloaded for these data, in words; empty: nothing."""
+    if getattr(data, "missing", lambda root: [])(data_root(root)):
+        return f"{data.kind} (raydpfl data fetch {data.kind})"
+    if getattr(data, "folder", lambda root: root or "")(root) is None:
+        return f"{data.kind} of the hub"
+    features = data.model_dump().get("features") or {}
+    return "the weights of resnet18" if features.get("weights") == "imagenet" else ""
 
 
 def _about(study: Study) -> str:

@@ -275,9 +275,11 @@ def notes(guarantees: Sequence[Guarantee], holds: Sequence[Guarantee]) -> list[s
             sign = f"{SIGNS[one.kind]} {one.accountant}, {KINDS[one.kind]}".strip()
             lines.append(f"{sign}. Conditions that fail: {failures}." if failures else f"{sign}.")
     basis = holds or [one for one in guarantees if not one.formula]
+    lines += [f"Sampling: {one.sampling}." for one in basis]
     lines += [
-        f"Sampling: {one.sampling}." + ("" if one.rho is None else f" {one.zcdp_sentence()}.")
+        f"Against an observer of {guarantee_table.against(one)}: {one.zcdp_sentence()}."
         for one in basis
+        if one.rho is not None
     ]
     if any(one.declared for one in guarantees):
         basis_text = f"what a user-defined class declares {DECLARED_SUFFIX}"

@@ -25,7 +25,7 @@ FOREIGN = _by_name(
             "fraction fraction_fit fraction_train client_fraction participation_rate sampling_rate"
         ),
         "rounds": "num_rounds n_rounds num_server_rounds central_num_iterations iterations",
-        "local.lr": "learning_rate client_lr local_lr client_learning_rate",
+        "local.lr": "lr learning_rate client_lr local_lr client_learning_rate",
         "server.lr": "server_lr global_lr server_learning_rate eta_g",
         "local.batch": "batch_size local_batch_size train_batch_size",
         "local.epochs": "local_epochs num_epochs n_epochs epochs",

@@ -17,7 +17,10 @@ from raydpfl.data.sources.image_folder import SUFFIXES
 from raydpfl.errors import ConfigError
 from raydpfl.storage.files import find_file
 
-TARGETS = ("label", "labels", "target", "targets", "y", "class", "category", "outcome", "output")
+TARGETS = (
+    "label", "labels", "target", "targets", "y", "class", "category", "sentiment", "outcome",
+    "output",
+)  # fmt: skip
 USERS = (
     "client", "user", "author", "speaker", "who", "owner", "device", "subject", "patient",
     "person", "writer", "customer", "account", "hospital", "site",
@@ -26,6 +29,8 @@ ROW_NUMBERS = ("id", "index", "idx", "row", "unnamed: 0", "")
 SPLITS = ("split", "set", "subset", "partition")
 # fields that say where a source is
 LOCATION = ("kind", "train", "test", "path", "client", "size", "channels")
+# fields that a text has not, or that say what it is
+TABLE_FIELDS = ("kind", "x", "task", "classes", "tokenizer", "vocabulary")
 # the overrides that make the suggested config private for clients
 PRIVATE_OVERRIDES = "'bounding={kind: clip, bound: 1.0}' 'noise={kind: gaussian, epsilon: 8}'"
 CLASSES = 100  # whole numbers of at most so many values are taken for classes
@@ -54,7 +59,7 @@ class Suggestion:
         location = {name: keys[name] for name in LOCATION if name in keys}
         table = parse(location).table(root)
         if table is not None:
-            fields = self._columns(table, keys)
+            fields = self._columns(table, keys, overrides)
             keys = {**({} if "kind" in fields else location), **fields, **overrides}
         texts = (f"{name}: {keys[name]}" for name in LOCATION[:4] if name in keys)
         self.notes.insert(0, f"data: {', '.join(texts)}")
@@ -73,7 +78,9 @@ class Suggestion:
             "noise": {"kind": "none"},
         }
 
-    def _columns(self, table: Columns, keys: Mapping[str, Any]) -> dict[str, Any]:
+    def _columns(
+        self, table: Columns, keys: Mapping[str, Any], overrides: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Which columns are inputs, targets and clients, as fields."""
         _check_rows(table)
         self.notes += [f"column {name}: {_type(column)}" for name, column in table.items()]
@@ -83,8 +90,9 @@ class Suggestion:
         stems = [name.replace("_", "").replace(" ", "").removesuffix("id") for name in lower_names]
         client = keys.get("client") or _first_match(USERS, stems, names)
         y = keys.get("y") or _first_match(TARGETS, [name.strip() for name in lower_names], names)
-        texts = [name for name in names if name != client and is_text(table[name])]
-        if texts and client and not y and Path(keys.get("train", "")).suffix in READERS:
+        texts = [name for name in names if name not in (client, y) and is_text(table[name])]
+        is_speech = client and not y and overrides.keys().isdisjoint(TABLE_FIELDS)
+        if texts and is_speech and Path(keys.get("train", "")).suffix in READERS:
             self.notes.append(f"text: {texts[0]}, of {client}; the next character is learnt")
             return {"kind": "text", "path": keys["train"], "text": texts[0], "client": client}
         split = keys.get("split_by") or _first_match(SPLITS, lower_names, names)

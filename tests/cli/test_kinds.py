@@ -64,6 +64,9 @@ def test_what_is_printed_is_what_the_classes_take():
     keys = kinds.list_references("data.table")[0].keys
     partition = next(key for key in keys if key.name == "partition")
     assert "partition: a section with a kind; default iid" in "\n".join(partition.lines())
+    for noise in ("discrete_gaussian", "skellam"):
+        fields = {key.name: key for key in kinds.list_references(f"noise.{noise}")[0].keys}
+        assert fields["source"].default == "keyed" and "seed, round" in fields["source"].about
 
 
 def test_every_default_is_one_that_the_config_takes_back():

@@ -196,6 +196,16 @@ def test_a_number_that_nothing_proves_is_signed_and_none_is_a_dash():
     assert "mine:Own, rigorous. Conditions that fail: x." in notes
 
 
+def test_the_sampling_stands_once_and_the_zcdp_of_each_observer_by_name():
+    updates = guarantee(observer=Observer.UPDATES, rho=50.0)
+    notes = run_display.notes([], [guarantee(rho=2.0), updates])
+    assert [line.partition(": ")[0] for line in notes[1:]] == [
+        "Sampling",
+        "Against an observer of every aggregate",
+        "Against an observer of every single update",
+    ]
+
+
 def test_other_relations_have_rows_of_their_own_and_papers_join_the_first():
     removed = guarantee(relation="add_remove")
     paper = guarantee(kind="paper", relation="unstated", accountant="paper")

@@ -281,6 +281,28 @@ def test_a_column_that_says_the_target_is_left_out_and_what_is_given_is_not_gues
         data.parse({**keys, "x": "f0", "split_by": "who"}).split(0, tmp_path)
 
 
+TOKENS_OF_WORDS = {"tokenizer": "words", "vocabulary": ["good", "bad"], "length": 6}
+
+
+@pytest.mark.parametrize(
+    ("names", "given"),
+    [
+        (("review", "sentiment", "author"), {}),
+        (("sentiment", "review", "author"), {}),
+        (("author", "review", "mood"), {}),
+        (("author", "review", "mood"), {"kind": "table", "classes": ["n", "p"]}),
+    ],
+)
+def test_a_text_with_a_user_is_a_table_where_fields_of_one_are_given(names, given, tmp_path):
+    columns = {"review": ["so good", "so bad"] * 9, "author": ["a", "b", "c"] * 6}
+    target = next(name for name in names if name not in columns)
+    columns[target] = ["p", "n"] * 9
+    table_of(**{name: columns[name] for name in names})(tmp_path / "a.csv")
+    found = data.Suggestion(["a.csv"], TOKENS_OF_WORDS | given, tmp_path).tree["data"]
+    assert found["kind"] == "table" and (found["x"], found["y"]) == ("review", target)
+    assert found["client"] == "author"
+
+
 CONFIG = """
 data: {kind: table, train: a.csv, x: [f0, f1], clients: 3, partition: {kind: dirichlet, psi: 0.3}}
 selection: {kind: uniform, cohort: 2}

@@ -342,6 +342,19 @@ def test_no_number_is_split_in_eighty_columns(unit, given):
             assert f"{one.epsilon:.4g}{'*' * bool(one.conditions_failed)}" in words
 
 
+@pytest.mark.parametrize("std", [0.03217, 3.217e-5])
+def test_no_number_of_a_client_is_cut_in_eighty_columns(std):
+    """Small noise makes numbers so wide that two tables stand for one."""
+    release = privacy.LocalSteps([100], 10, 1, 1.0, 1e-5, [std])
+    found = calculator.PersonalBudget(release, [1])
+    lines = shown(found, width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    words = " ".join(lines).split()
+    for name, value in found.rows[0].items():
+        if name == "noise_std" or (name.startswith("epsilon_") and value is not None):
+            assert f"{value:.4g}" in words
+
+
 @pytest.mark.slow
 def test_a_config_is_answered_as_its_run_reports(tmp_path):
     noise = {"kind": "gaussian", "epsilon": 9.0, "delta": 1e-5}

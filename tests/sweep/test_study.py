@@ -25,6 +25,7 @@ from test_sweep import finished
 
 import raydpfl
 from raydpfl.cli.search_display import StudyDisplay
+from raydpfl.data.sources.image_sets import TorchvisionImages
 from raydpfl.errors import ConfigError
 from raydpfl.report.figures import parse
 from raydpfl.report.figures.table import PublishedTable
@@ -962,6 +963,16 @@ def test_the_list_names_every_study_what_it_shows_and_what_is_lost(typed):
         assert f"{name}  {about['title']}" in said
         assert all(other in said for other in about.get("answers", ()))
     assert "smoke: " in said and "lost: " in said
+
+
+@pytest.mark.slow
+def test_a_study_whose_data_are_not_here_is_listed_without_a_download(tmp_path, typed, monkeypatch):
+    monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path))
+    monkeypatch.setattr(TorchvisionImages, "_download", lambda *_: pytest.fail("a download"))
+    words = ["--list", "simulators/flute-mnist", "--scale", "small", "--data-root", str(tmp_path)]
+    code, shown, _ = typed("reproduce", *words)
+    assert code == 0 and shown.startswith("simulators/flute-mnist  ")
+    assert shown.splitlines()[-1].endswith("it is not here: mnist (raydpfl data fetch mnist)")
 
 
 def test_a_study_ends_with_its_report(ran):

@@ -11,6 +11,7 @@ from raydpfl import storage
 from raydpfl.cli import completion
 from raydpfl.cli.experiment_reader import read, stored_code
 from raydpfl.cli.options import DataRoot, Trust, argument, option, plain_console
+from raydpfl.config.hints import nearest_key_hint
 from raydpfl.errors import ConfigError
 
 SOME = "Some of them, or import paths of your own classes."
@@ -42,7 +43,11 @@ def fetch(
     """Download a data set, unless it is there."""
     from raydpfl import data
 
-    print(data.fetch(kind, data_root))
+    try:
+        print(data.fetch(kind, data_root))
+    except ConfigError as error:
+        hint = "" if kind in data.FAMILY else nearest_key_hint(kind, data.FAMILY)
+        raise ConfigError(error.field, error.value, f"{error.expected}{hint}") from None
 
 
 def describe(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import asdict
 from typing import Annotated
 
@@ -62,7 +63,16 @@ def check(
     """
     from raydpfl import check as contract
 
-    clauses = contract.check(member, overrides or ())
+    try:
+        clauses = contract.check(member, overrides or ())
+    except ConfigError as error:
+        family, _, kind = member.partition(":")
+        kinds = contract.FAMILIES.get(family, (None, {}))[1]
+        if error.field != "member" or kind in kinds or not kinds:
+            raise
+        names = difflib.get_close_matches(kind, kinds, len(kinds), 0)  # the nearest first
+        expected = f"{error.expected}; kinds of {family}: {', '.join(names)}"
+        raise ConfigError("member", member, expected) from None
     if as_json:
         print_json([asdict(clause) for clause in clauses])
     else:

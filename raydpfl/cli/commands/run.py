@@ -45,6 +45,8 @@ def run(
         if resume and out is None:
             out = folder or refuse_resume(config, "run")
         out = out or new_folder(config)
+        if os.path.isfile(out):
+            raise ConfigError("--out", out, "a directory; this is a file")
         console = Console(quiet=quiet, highlight=False)
         with run_display.Display(console, experiment.rounds, BEGAN) as display, resumable(out):
             result = runner.run(
@@ -94,6 +96,8 @@ def export(
     from raydpfl.simulation import export as saved
 
     with redirect_errors("export", folder):
+        if not storage.is_address(folder) and not os.path.exists(folder):
+            raise ConfigError("run", folder, "the directory of a run; there is none of this name")
         print(saved.export(folder, out, merged, trust_code))
 
 

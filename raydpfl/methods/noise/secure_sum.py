@@ -44,7 +44,8 @@ with warnings.catch_warnings():
         )
 
 
-Sourced.source = "keyed"  # the default in subclasses, which would find the hook
+# the field of subclasses, which would find the hook
+Sourced.source = Sourced.model_fields["source"]  # type: ignore[assignment]
 
 
 class SecureSum(Sourced):

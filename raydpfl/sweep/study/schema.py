@@ -133,6 +133,10 @@ class Study:
         if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
             raise ConfigError("--seeds", seeds, "a whole number of at least 1")
         study = cls(tree, about, scale, seeds, place, imports)
+        for axis, names in (only or {}).items():
+            _check_one_of("--only", strip_mark(axis), study.labels)
+            for name in names:
+                _check_one_of(f"--only {axis}", name, study.labels[strip_mark(axis)])
         study._check()
         return study
 
