@@ -172,7 +172,7 @@ def redirect_errors(command: str, *targets: str, overrides: Sequence[str] = ()) 
     """
     try:
         yield
-    except ConfigError:
+    except ConfigError as error:
         expected, kinds = ACCEPTED_PATHS[command]
         cluster_note = CLUSTER_NOTE if command == "submit" else ""
         for path in targets:
@@ -181,6 +181,6 @@ def redirect_errors(command: str, *targets: str, overrides: Sequence[str] = ()) 
                 advice = ADVICE[kind].replace("{}", path)
                 message = f"{expected}; this is {kind}: {advice}{cluster_note}"
                 raise ConfigError("config", os.fspath(path), message) from None
-            if kind is None and os.path.isdir(path):
+            if kind is None and error.field == "config" and os.path.isdir(path):
                 raise ConfigError("config", path, f"{expected}; this folder is none") from None
         raise

@@ -70,7 +70,7 @@ def test_a_weight_above_the_accounted_one_ends_the_run_with_the_members_name(tmp
     said = r"weights\.kind .*Drifting gives a client weight .* accounted for"
     with pytest.raises(RunError, match=said):
         plan = resolve(experiment(**UNEQUAL, weights=Drifting()))
-        again = Plan(**{**vars(plan), "population": type(plan.population)(plan.population.sizes)})
+        again = replace(plan, population=type(plan.population)(plan.population.sizes))
         again.weights(np.arange(len(again.population)))
 
 
