@@ -28,6 +28,7 @@ from raydpfl.cli.experiment_reader import CONFIGS
 from raydpfl.config.overrides import value_at
 from raydpfl.config.yaml import dump, read
 from raydpfl.data import Data
+from raydpfl.data.features.resnet18 import weights_path
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import DEFAULTS, Experiment, overridden, report_config_fields
 from raydpfl.models.metric_columns import score_label
@@ -319,7 +320,8 @@ def _download(data: Data, root: Path | None) -> str:
     if getattr(data, "folder", lambda root: root or "")(root) is None:
         return f"{data.kind} of the hub"
     features = data.model_dump().get("features") or {}
-    return "the weights of resnet18" if features.get("weights") == "imagenet" else ""
+    has_weights = features.get("weights") != "imagenet" or weights_path().exists()
+    return "" if has_weights else "the weights of resnet18"
 
 
 def _about(study: Study) -> str:

@@ -34,6 +34,7 @@ from raydpfl.models.weights import fill
 
 REMEDY = "use GroupNorm: raydpfl.models.group_norm converts it; or model.frozen, or model.local"
 FORWARD = 60.0  # seconds that a module may take for a batch of 2
+TRIAL = 2.0  # likewise, with parameters of other sizes
 LARGE = 100.0  # times their size, at which parameters meet a bound that a forward sets them
 
 
@@ -123,12 +124,18 @@ def _check(module: nn.Module, model: Model, form: Form) -> None:
 
 
 def _scores(
-    module: nn.Module, model: Model, form: Form, generator: np.random.Generator | None = None
+    module: nn.Module,
+    model: Model,
+    form: Form,
+    generator: np.random.Generator | None = None,
+    seconds: float = FORWARD,
 ) -> Any:
-    """What a module gives for a batch of 2. Raises `ConfigError` for one that does not take it."""
+    """What a module gives for a batch of 2, within so many seconds. Raises `ConfigError` for one
+    that does not take it.
+    """
     try:
-        timeout = TimeoutError(f"its forward takes more than {FORWARD:g} s for 2 samples")
-        with torch.no_grad(), time_limit(FORWARD, timeout):
+        timeout = TimeoutError(f"its forward takes more than {seconds:g} s for 2 samples")
+        with torch.no_grad(), time_limit(seconds, timeout):
             return module(form.inputs(2, generator))
     except USER_EXCEPTIONS as error:  # a user's module may raise anything
         expected = f"a module that takes {form.dtype} {['batch', *form.shape]}"
@@ -153,7 +160,6 @@ def _check_forward(module: nn.Module, model: Model, form: Form) -> None:
     if names:
         expected = "a module that keeps nothing from one batch to the next"
         raise _kind_error(model, f"{expected}; {names} changes")
-    _check_parameters(module, model, form)
     _check_scores(_scores(module.eval(), model, form), model, form, " in evaluation mode")
 
 
@@ -167,25 +173,33 @@ def _check_scores(scores: Any, model: Model, form: Form, mode: str = "") -> None
         raise _kind_error(model, f"{expected}; for a batch of 2 it returns {actual}{mode}")
 
 
-def _check_parameters(module: nn.Module, model: Model, form: Form) -> None:
-    """Raises `ConfigError` for a forward pass that changes parameters, or puts others in their
-    place: training would go on with those before. What torch's Embedding changes stays in place.
+def check_parameters(module: nn.Module, model: Model, form: Form) -> None:
+    """Raises `ConfigError` for a module whose forward pass in training changes its parameters, or
+    puts others in their place: training would go on with those before. It is tried on a copy. What
+    torch's Embedding changes stays in place.
     """
-    module = copy.deepcopy(module)
-    for layer in module.modules():
+    trial = copy.deepcopy(module).train()
+    for layer in trial.modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             layer.max_norm = None
-    before = dict(module.named_parameters())
-    for factor in (LARGE, -1.0):
-        with torch.no_grad():
-            values = {name: part.mul_(factor).clone() for name, part in before.items()}
-        addresses = {name: part.data_ptr() for name, part in before.items()}
-        with contextlib.suppress(ConfigError):  # such numbers may be too large for it
-            _scores(module, model, form, stream(0, Purpose.DATA))
-        after = dict(module.named_parameters())
-        for name, part in before.items():
+    originals = dict(module.named_parameters())
+    parameters = dict(trial.named_parameters())
+    addresses = {name: part.data_ptr() for name, part in parameters.items()}
+
+    def values(name: str, factor: float) -> torch.Tensor:
+        original = originals[name].detach()
+        return original * factor if original.is_floating_point() else original
+
+    for factor in (LARGE, -LARGE):
+        for name, part in parameters.items():
+            part.data.copy_(values(name, factor))
+        # such numbers may be too large for it
+        with contextlib.suppress(ConfigError), keyed_globals(0):
+            _scores(trial, model, form, stream(0, Purpose.DATA), TRIAL)
+        after = dict(trial.named_parameters())
+        for name, part in parameters.items():
             same = after.get(name) is part and part.data_ptr() == addresses[name]
-            if not (same and torch.equal(part, values[name])):
+            if not (same and ((part == values(name, factor)) | (part != part)).all()):
                 expected = f"a module whose forward changes no parameter; it changes {name}"
                 remedy = "torch.nn.utils.parametrize computes with a changed copy"
                 raise _kind_error(model, f"{expected} ({remedy})")

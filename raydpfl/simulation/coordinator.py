@@ -243,7 +243,8 @@ class Coordinator:
                     f"{kind} gives no answers to its query {query.name}; it answers {names}"
                 )
             subject = f"{kind}: answers, to {query.name},"
-            answers = np.nan_to_num(array_of(subject, by_query[query.name], (len(cohort),)))
+            answers = array_of(subject, by_query[query.name], columns["client"].shape)
+            answers = np.nan_to_num(answers)
             max_answer = float(np.abs(answers).max(initial=0.0))
             if not max_answer <= query.bound:
                 excess = f"{max_answer:g}, above its bound of {query.bound:g}"

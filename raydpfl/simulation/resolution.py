@@ -112,6 +112,7 @@ def resolve(
         if model.init is not None:  # the whole path, as actors stand in other directories
             model = model.model_copy(update={"init": os.path.abspath(model.init)})
         module = models.build(model, form, seed)
+        models.check_parameters(module, model, form)
         d = models.parameter_count(module)
         check_counts(local, sizes)
         samples = np.maximum(sizes, 1)  # a client without samples is never drawn

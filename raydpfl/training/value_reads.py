@@ -85,7 +85,8 @@ class _Operations(TorchDispatchMode):
             return outputs
         masks = (torch.bool, torch.uint8)
         if operation is INDEX:
-            reads = any(index is not None and index.dtype in masks for index in args[1])
+            is_mask = any(index is not None and index.dtype in masks for index in args[1])
+            reads = is_mask and self.calls.has(args[1])
         else:
             reads = operation is PACK or bool(TAGS & {*operation.tags})
         if reads:
@@ -97,4 +98,6 @@ class _Operations(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return id(tensor)
     return tensor.untyped_storage()._cdata

@@ -19,7 +19,10 @@ COLOUR = (3, 32, 32)
 
 def build(shape=GREY, classes=10, seed=0, **keys):
     task = "classification" if classes else "regression"
-    return models.build(models.parse(keys), form(shape, classes, task), seed)
+    model, samples = models.parse(keys), form(shape, classes, task)
+    module = models.build(model, samples, seed)
+    models.check_parameters(module, model, samples)
+    return module
 
 
 class Tied(nn.Module):
@@ -110,6 +113,18 @@ def fail() -> nn.Module:
 
 def spectral() -> nn.Linear:
     return nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+
+
+class Quantized(Own):
+    """A base of small integers, which is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        base = torch.arange(36, dtype=torch.int8).view(6, 6)
+        self.base = nn.Parameter(base, requires_grad=False)
+
+    def forward(self, x):
+        return super().forward(x @ self.base.float())
 
 
 def normed() -> nn.Linear:
@@ -413,7 +428,12 @@ def test_what_cannot_be_trained_is_refused_in_one_line(keys, message):
 
 @pytest.mark.parametrize(
     ("kind", "frozen"),
-    [("normed", []), ("orthogonal", []), ("old_spectral", ["weight_u", "weight_v"])],
+    [
+        ("normed", []),
+        ("orthogonal", []),
+        ("old_spectral", ["weight_u", "weight_v"]),
+        ("Quantized", []),
+    ],
 )
 def test_layers_whose_weight_is_computed_are_trained(kind, frozen):
     module = build((6,), 6, kind=f"user_nets:{kind}", frozen=frozen)

@@ -462,7 +462,8 @@ def test_values_that_no_row_has_gone_into_may_be_read():
     def forward(self, x):
         mask = nn.Transformer.generate_square_subsequent_mask(6)
         x = self.layers(x.flatten(1, 2).view(-1, 6, 12), mask=mask)  # looks whether it is causal
-        return self.last(x[torch.arange(len(x)), 0])
+        x = torch.sparse.mm(torch.eye(12).to_sparse(), x[torch.arange(len(x)), 0].T).T
+        return self.last(x[:, torch.ones(12, dtype=torch.bool)])
 
     layer = nn.TransformerEncoderLayer(12, 2, 8, dropout=0.0, batch_first=True)
     layers = nn.TransformerEncoder(layer, 1)

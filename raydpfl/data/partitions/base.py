@@ -52,23 +52,29 @@ class Partition(Member):
         generator: Generator,
     ) -> Assignment:
         """`assign` by the column that it goes by: classes int64 or targets float32 `y` [n], or
-        `owners`, the client of each row, int64 [n]. Raises `ConfigError` without such a column, and
-        for a row that several clients hold unless it overlaps.
+        `owners`, the client of each row, int64 [n]. Raises `ConfigError` without such a column, for
+        other `clients` than it gives, and for a row that several hold unless it overlaps.
         """
+        count = clients
         if self.by == "client":
             if owners is None:
                 expected = "a table whose column of client ids data.client names"
                 raise ConfigError("data.partition.kind", self.kind, expected)
-            y, clients = owners, int(owners.max()) + 1
-        elif clients is None:
+            y, count = owners, int(owners.max()) + 1
+        elif count is None:
             expected = "a number of clients (only partition natural finds it in the data)"
             raise ConfigError("data.clients", None, expected)
         elif self.by == "label" and (y.dtype.kind == "f" or y.ndim > 1):
             expected = "iid or natural for targets that are not one class, to divide by"
             raise ConfigError("data.partition.kind", self.kind, expected)
-        rows, counts = self.assign(y, clients, sizes, generator)
+        rows, counts = self.assign(y, count, sizes, generator)
         expected = ""
-        if not 0 < counts.sum() == len(rows):
+        if clients not in (None, len(counts)):
+            if self.by == "client":
+                expected = f"{len(counts)}, the number of clients in the data, or none"
+                raise ConfigError("data.clients", clients, expected)
+            expected = f"{clients} clients, not {len(counts)}"
+        elif not 0 < counts.sum() == len(rows):
             expected = f"as many rows as its sizes say, not {len(rows)} of {counts.sum()}"
         elif not self.overlaps() and np.bincount(rows).max() > 1:
             expected = "a row to one client; or whose overlaps() is True, as several may hold it"
