@@ -13,6 +13,7 @@ local:
 """
 
 import copy
+import itertools
 import os
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,15 +28,12 @@ from rich.console import Console
 from raydpfl.cli.experiment_reader import CONFIGS
 from raydpfl.config.overrides import value_at
 from raydpfl.config.yaml import dump, read
-from raydpfl.data import Data
-from raydpfl.data.features.resnet18 import weights_path
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import DEFAULTS, Experiment, overridden, report_config_fields
 from raydpfl.models.metric_columns import score_label
 from raydpfl.report.labels import count_text
 from raydpfl.simulation.resolution import preview as preview_release
 from raydpfl.simulation.resolution import resolve
-from raydpfl.storage.files import data_root
 from raydpfl.sweep import Sweep
 from raydpfl.sweep.estimate import Estimate, Runs, estimate, measure
 from raydpfl.sweep.spaces import find
@@ -302,26 +300,15 @@ def list_studies(
         study = Study.named(name, scale, seeds)
         console.print(_about(study), markup=False)
         runs = [*study.planned_runs()]
-        downloads = [_download(experiment.data, root) for experiment, _ in runs]
+        absent_files = [experiment.data.absent_files(root) for experiment, _ in runs]
         with console.status("timing a round of each kind of run"):
-            measure([run for run, name in zip(runs, downloads, strict=True) if not name], root)
+            measure([run for run, names in zip(runs, absent_files, strict=True) if not names], root)
         duration = estimate(runs)
         lines = _cells(study, duration)
-        missing = ", ".join(dict.fromkeys(filter(None, downloads)))
-        if missing and duration.seconds is None:
-            lines.append(f"not timed, as it is not here: {missing}")
+        names = ", ".join(dict.fromkeys(itertools.chain(*absent_files)))
+        if names and duration.seconds is None:
+            lines.append(f"not timed, as it is not here: {names}")
         console.print("\n".join(f"  {line}" for line in lines), markup=False)
-
-
-def _download(data: Data, root: Path | None) -> str:
-    """What would be downloaded for these data, in words; empty: nothing."""
-    if getattr(data, "missing", lambda root: [])(data_root(root)):
-        return f"{data.kind} (raydpfl data fetch {data.kind})"
-    if getattr(data, "folder", lambda root: root or "")(root) is None:
-        return f"{data.kind} of the hub"
-    features = data.model_dump().get("features") or {}
-    has_weights = features.get("weights") != "imagenet" or weights_path().exists()
-    return "" if has_weights else "the weights of resnet18"
 
 
 def _about(study: Study) -> str:

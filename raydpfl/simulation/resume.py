@@ -58,7 +58,7 @@ def take_up(
     state.states = {name: state.states.get(name, {}) for name in starts}
     check_origin(plan, checkpoint.origin, fresh_noise)
     for name, start in starts.items():
-        missing_names = ", ".join(start.keys() - state.states[name].keys())
+        missing_names = ", ".join(sorted(start.keys() - state.states[name].keys()))
         if missing_names:
             raise RunError(f"the checkpoint has no state {missing_names} of {name}")
     account.verify(state.t, state.bound)

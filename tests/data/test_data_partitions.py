@@ -186,7 +186,7 @@ def test_what_the_data_cannot_give_is_refused_by_name(kind, clients, fields, mes
 
 
 class Fixed(Partition):
-    """A partition of a user's own, which gives what it is told."""
+    """A user's partition of these rows and counts."""
 
     rows: Any
     counts: Any

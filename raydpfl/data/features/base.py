@@ -24,6 +24,10 @@ class Features(Member):
         """Queries of the training data that no accountant counts, in words."""
         return ()
 
+    def absent_files(self) -> list[str]:
+        """What it reads and is not on this machine, in words."""
+        return []
+
     def identity(self, root: Path | None) -> list:
         """The contents of the files that the columns depend on, in JSON types."""
         return []

@@ -49,6 +49,10 @@ class ResNet18Features(Features):
         """None for the weights that torchvision downloads."""
         return {} if self.weights == "imagenet" else super().files()
 
+    def absent_files(self) -> list[str]:
+        has_weights = self.weights != "imagenet" or _weights_path().exists()
+        return [] if has_weights else ["the weights of resnet18"]
+
     def identity(self, root: Path | None) -> list:
         from raydpfl.core import device
 
@@ -86,7 +90,7 @@ class ResNet18Features(Features):
             layers = {name: value for name, value in state.items() if not name.startswith("fc.")}
             net.load_state_dict(layers, assign=True)
         except OSError as error:  # no network, or no room
-            hint = f"put in {weights_path().parent} or named here; it was not downloaded ({error})"
+            hint = f"put in {_weights_path().parent} or named here; it was not downloaded ({error})"
             expected = f"a file with these weights: {_imagenet_weights().url}, {hint}"
             raise ConfigError("data.features.weights", self.weights, expected) from None
         except ConfigError:
@@ -102,7 +106,7 @@ class ResNet18Features(Features):
         if self.weights != "imagenet":
             file = find_file("data.features.weights", self.weights, root)
             return torch.load(file, map_location="cpu", weights_only=True)
-        path = weights_path()
+        path = _weights_path()
         # resnet18-f37072fd.pth, by the start of its SHA-256: of a file that is there torchvision
         # does not check it
         if path.exists() and not digest(path).startswith(path.stem.rpartition("-")[2]):
@@ -137,7 +141,7 @@ def _imagenet_weights() -> WeightsEnum:
     return ResNet18_Weights.IMAGENET1K_V1
 
 
-def weights_path() -> Path:
+def _weights_path() -> Path:
     """Where torchvision keeps ImageNet's weights."""
     import torch
 

@@ -169,6 +169,10 @@ class Data(Member):
         """The config of the data in JSON types, without names of files (see `identity`)."""
         return {key: value for key, value in self.meaning().items() if key not in self.file_fields}
 
+    def absent_files(self, root: Path | None) -> list[str]:
+        """What it reads and is not on this machine, in words."""
+        return []
+
     def table(self, root: Path | None) -> Columns | None:
         """The columns of its training rows, where it is a table. Raises `ConfigError`."""
         return None
@@ -256,6 +260,9 @@ class InMemoryData(SizedData):
 
     def samples(self, seed: int, root: Path | None) -> Samples:
         raise NotImplementedError
+
+    def absent_files(self, root: Path | None) -> list[str]:
+        return self.features.absent_files() if self.features else []
 
     def sources(self, root: Path | None) -> list:
         """What `samples` reads, as `identity` has it."""

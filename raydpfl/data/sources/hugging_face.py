@@ -52,6 +52,10 @@ class HuggingFaceData(Tabular):
             expected = f"a data set that can be read ({one_line(error)})"
             raise ConfigError("data.path", self.path, expected) from None
 
+    def absent_files(self, root: Path | None) -> list[str]:
+        place = [f"{self.path} of the hub"] if self.folder(root) is None else []
+        return place + super().absent_files(root)
+
     def folder(self, root: Path | None) -> Path | None:
         """The folder that `path` names; None: it is the name of a data set."""
         places = (data_root(root) / self.path, Path(self.path))

@@ -32,6 +32,10 @@ class ImageSet(InMemoryData):
         """Its files that are not under a root."""
         return [name for name in cls.file_names if not (root / name).is_file()]
 
+    def absent_files(self, root: Path | None) -> list[str]:
+        words = f"{self.kind} (raydpfl data fetch {self.kind})"
+        return [words] * bool(self.missing(data_root(root))) + super().absent_files(root)
+
     def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         return (self.mean, self.std) if self.normalize else ((), ())
 

@@ -34,7 +34,7 @@ PARTS = ("study", "scales", "panels", "arms", "show", *SECTIONS)
 RESERVED = frozenset(
     ("arm", "accounting", "seed", "status", "values", "chosen", "seconds", "directory", "reason")
 ) | {"model_sha256", "tuning_seeds"}
-NUMBERS = ("mean", "std", "seeds")  # columns of its report besides scores
+STATISTICS = ("mean", "std", "seeds")  # columns of tables of cells
 Tree = Mapping[str, Any]
 LabelLimits = Mapping[str, tuple[str, ...]]  # the labels of axes that are meant
 
@@ -187,7 +187,7 @@ class Study:
             if not labels:
                 raise ConfigError(field, labels, "at least one label")
             name = strip_mark(axis)
-            is_number = name in NUMBERS or sign(name.removeprefix("best_"))
+            is_number = name in STATISTICS or sign(name.removeprefix("best_"))
             if name in RESERVED | {self.about.judge} or is_number or axis.startswith("epsilon_"):
                 expected = "another name; tables have a column of this one"
                 raise ConfigError(field, [*labels], expected)

@@ -437,7 +437,8 @@ class Backend:
     # trained (`ChunkData.into`)
     threads: ClassVar[bool] = False
 
-    # whether the module's own code sees rows together that the loop has go through it apart
+    # whether the module's own code is called for several samples or clients at once, where the loop
+    # calls it for each
     whole_batches: ClassVar[bool] = False
 
     module: nn.Module | None = None  # the working copy, where its own code is run

@@ -147,7 +147,7 @@ class Loop(OneByOne):
         with torch.no_grad():
             if descent.shrink != 1:
                 self.flat.mul_(descent.shrink)
-            for tensors in (parameters, leaves):  # apart, as taps lie within a parameter
+            for tensors in (parameters, leaves):  # in turn, as taps are a part of a parameter
                 pairs = [(view, part.grad) for view, part in tensors if part.grad is not None]
                 if pairs:
                     torch._foreach_add_(*zip(*pairs, strict=True), alpha=-descent.lr)
