@@ -69,7 +69,9 @@ PROTOCOL = (
     "the scale leaves its cells out. Bands and bars of figures are one sample standard deviation "
     "over the final seeds, without tuning. Tables of commits before bc3e708f have the variance of "
     "choices by two tuning seeds as it is drawn, and its degrees of freedom are not counted: where "
-    "arms choose other values for other tuning seeds, their intervals are too narrow."
+    "arms choose other values for other tuning seeds, their intervals are too narrow. A verdict is "
+    "*near an edge* where an end of its interval lies within half of the half-width of the number "
+    "that decides: other seeds may well give another verdict."
 )
 MARK = "## What was found"
 STATES = (
@@ -134,8 +136,18 @@ def _verdicts(summary: dict[str, Any]) -> str:
     verdicts = [claim["verdict"] for claim in summary["claims"]]
     names = ("reversed", "equal", "not resolved", "not run")
     counts = {name: verdicts.count(name) for name in names}
+    counts["near an edge"] = sum(map(_near_edge, summary["claims"]))
     others = "".join(f", {count} {name}" for name, count in counts.items() if count)
     return f"{verdicts.count('holds')} of {len(verdicts)}{others}"
+
+
+def _near_edge(claim: dict[str, Any]) -> bool:
+    """Whether other seeds may well give another verdict."""
+    if claim.get("low") is None:
+        return False
+    edges = [claim["by"]] if claim["within"] is None else [-claim["within"], claim["within"]]
+    reach = (claim["high"] - claim["low"]) / 4
+    return any(abs(claim[end] - edge) < reach for end in ("low", "high") for edge in edges)
 
 
 def _section(name: str, folder: Path) -> str:
@@ -153,6 +165,8 @@ def _section(name: str, folder: Path) -> str:
     tables += sorted(path.name for path in folder.glob("table-s*.md"))
     tables += sorted(path.name for path in folder.glob("values-*.md"))
     parts += [_table(folder / table) for table in tables if (folder / table).exists()]
+    says = [claim["says"] for claim in summary["claims"] if _near_edge(claim)]
+    parts += [f"Near an edge: {'; '.join(says)}."] if says else []
     parts += [_arms(summary)] if summary["equal_arms"] else []
     figures = sorted(path.name for path in folder.glob("*.svg"))
     parts += [f"![{Path(figure).stem}]({folder.name}/{figure})" for figure in figures[:3]]
