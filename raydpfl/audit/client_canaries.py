@@ -287,7 +287,7 @@ class ClientCanaryRun(CanaryRun):
         sums = super().noisy_answers(t, cohort, columns, noise)
         assert self.state.bound is not None  # it adapts
         self._has_answers = True
-        exact = self.experiment.bounding.answers(columns, self.state.bound)
+        exact = self.experiment.bounding.each_answer(columns, self.state.bound)
         for query in sum_mechanism(self.plan).sums[1:]:
             answers = np.nan_to_num(exact[query.name])
             added_noise = sums[query.name] - float(answers.sum())

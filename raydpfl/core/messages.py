@@ -215,5 +215,5 @@ class Facts:
     lr: float  # the learning rate of the clients' local steps
     model: np.ndarray  # float32 [d], as it was broadcast
     divisor: float  # of the released sum: the mean is the sum over it
-    cohort: int  # clients of the round
+    cohort: float  # clients of the round; their expected number where it is a secret
     population: int  # N, all clients

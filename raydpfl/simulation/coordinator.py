@@ -202,7 +202,10 @@ class Coordinator:
         population = self.plan.population
         lr = experiment.local.learning_rate(t)
         divisor = experiment.selection.divisor(population)
-        facts = Facts(t, lr, self.state.model, divisor, len(cohort), len(population))
+        count: float = len(cohort)
+        if self.plan.mechanism is not None and not self.plan.mechanism.by_draws:
+            count = experiment.selection.counted(cohort, population)
+        facts = Facts(t, lr, self.state.model, divisor, count, len(population))
         mean = experiment.bounding.receive(total, self.state.states["bounding"], facts)
         experiment.local.receive(mean, self.state.states["local"], facts)
         return mean
@@ -233,7 +236,7 @@ class Coordinator:
         plan = self.plan
         bounding = self.experiment.bounding
         assert self.state.bound is not None  # it adapts
-        by_query = bounding.answers(columns, self.state.bound)
+        by_query = bounding.each_answer(columns, self.state.bound)
         sums = {}
         for query in bounding.queries():
             kind = f"bounding.kind {bounding.kind}"

@@ -352,6 +352,17 @@ def test_every_class_of_a_member_is_asked_what_it_refuses(mine):
         experiment(noise={"kind": "mine:Careless", "multiplier": 1.0}, bounding={"kind": "none"})
 
 
+@pytest.mark.parametrize(
+    "body",
+    ["def scores(self, noise, std): return 10 * noise / std", "laplace: ClassVar[bool] = True"],
+)
+def test_noise_has_no_say_in_how_it_is_tested(body, mine):
+    mine(f"from raydpfl.methods.noise import Gaussian\nclass Own(Gaussian):\n    {body}")
+    name = body.split("(")[0].split(":")[0].split()[-1]
+    with refusal(rf"noise\.kind = 'mine:Own': expected a class without {name}"):
+        experiment(noise={"kind": "mine:Own", "multiplier": 1.0})
+
+
 def test_what_the_config_alone_tells_is_refused_before_the_data_are_touched():
     def untouched(*args, **keys):
         pytest.fail("data were touched")

@@ -13,9 +13,12 @@ from raydpfl.methods.bounding import BoundingQuery, Clip
 from raydpfl.methods.noise import Noise, NoiseSource
 from raydpfl.methods.probes import Probe
 from raydpfl.methods.selection import Selection
+from raydpfl.methods.selection.base import Cohort
 from raydpfl.methods.server import Server, ServerSgd
 from raydpfl.models.metrics import Metric
 from raydpfl.privacy import Sampling
+from raydpfl.simulation.coordinator import Coordinator
+from raydpfl.simulation.resolution import resolve
 
 
 def probe(columns=(), values=(), **given):
@@ -107,6 +110,21 @@ class Asking(Clip):
 class Twice(Asking):
     def answers(self, columns, bound):
         return {"short": np.zeros(2 * len(columns["norm"]))}
+
+
+class Crowd(Asking):
+    """Every client answers with what most have."""
+
+    def answers(self, columns, bound):
+        is_clipped = columns["norm"] > np.median(columns["norm"])
+        return {"short": np.where(is_clipped, 0.5, -0.5)}
+
+
+class Counted(Clip):
+    """A model of how many clients took part."""
+
+    def receive(self, noisy_sum, state, facts):
+        return np.full_like(noisy_sum, facts.cohort)
 
 
 class Textual(Asking):
@@ -295,6 +313,25 @@ def test_a_member_that_gives_what_it_may_not_is_refused_by_name(section, name, s
     own = kind(name, bound=1.0) if section == "bounding" else kind(name)
     with pytest.raises((ConfigError, RunError), match=said):
         run(experiment(**{section: own}), tmp_path / "out")
+
+
+@pytest.mark.parametrize(("noise", "count"), [({"multiplier": 1.0}, 20), ({"kind": "none"}, 7)])
+def test_receive_is_not_told_the_count_that_noise_hides(noise, count, tmp_path):
+    poisson = {"kind": "poisson", "cohort": 20}
+    sections = {"bounding": kind("Counted", bound=1.0), "selection": poisson, "noise": noise}
+    coordinator = Coordinator(resolve(experiment(**sections)), str(tmp_path))
+    coordinator.start()
+    mean = coordinator.aggregate(0, Cohort.of(np.arange(7)), np.zeros(7850))
+    assert (mean == count).all()
+
+
+def test_what_a_client_answers_is_asked_of_it_alone(tmp_path):
+    sections = {"bounding": kind("Crowd", bound=1.0), "noise": {"multiplier": 1e-9}}
+    coordinator = Coordinator(resolve(experiment(**sections)), str(tmp_path))
+    coordinator.start()
+    columns = {"client": np.arange(7), "norm": np.linspace(0.5, 2, 7)}
+    sums = coordinator.noisy_answers(0, Cohort.of(np.arange(7)), columns)
+    assert sums["short"] == pytest.approx(-3.5, abs=1e-3)
 
 
 @pytest.mark.parametrize(("section", "name"), [("server", "Tensor"), ("noise", "Single")])

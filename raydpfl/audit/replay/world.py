@@ -220,7 +220,7 @@ class World(CanaryRun):
         record = self.records[t]
         record.answers = dict(sums)
         assert record.bound is not None  # it adapts
-        exact = self.experiment.bounding.answers(columns, record.bound)
+        exact = self.experiment.bounding.each_answer(columns, record.bound)
         for name, answers in exact.items():
             if name in sums:
                 record.noise[name] = np.array(sums[name] - np.nan_to_num(answers).sum())

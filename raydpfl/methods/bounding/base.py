@@ -188,6 +188,20 @@ class Bounding(WithServerState):
         """
         return {}
 
+    def each_answer(self, columns: Columns, bound: float) -> Mapping[str, np.ndarray]:
+        """The same, where a user-defined class is asked about each client alone: no answer then
+        depends on another client.
+        """
+        count = len(columns["client"])
+        if not self.is_user_defined or count < 2:
+            return self.answers(columns, bound)
+        rows = [
+            self.answers({name: column[i : i + 1] for name, column in columns.items()}, bound)
+            for i in range(count)
+        ]
+        names = [name for name in rows[0] if all(name in row for row in rows)]
+        return {name: np.concatenate([np.atleast_1d(row[name]) for row in rows]) for name in names}
+
     def adapt(self, bound: float, sums: Mapping[str, float], clients: float, state: State) -> float:
         """The bound of the next round, within `raydpfl.core.messages.BOUNDS`, which may depend on
         nothing that has not been released.

@@ -10,6 +10,7 @@ import numpy as np
 
 from raydpfl.config.registry import Member, overrides
 from raydpfl.config.setting import Setting
+from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
 from raydpfl.methods.hook_values import array_of
 from raydpfl.methods.local import Local
@@ -212,7 +213,15 @@ class Noise(Member):
     # --- what accountants take ---
 
     def check(self, setting: Setting) -> None:
-        """Raises `ConfigError` for a budget that nothing holds."""
+        """Raises `ConfigError` for a budget that nothing holds, and a user-defined class with a say
+        in how its noise is tested.
+        """
+        own_names = {
+            name for cls in type(self).__mro__ if is_user_defined(cls) for name in vars(cls)
+        }
+        for name in sorted(own_names & {"laplace", "scores"}):
+            expected = f"a class without {name}: its noise is tested by that of its base"
+            raise ConfigError("noise.kind", setting.kinds["noise"], expected)
         if setting.budget is not None and not (self.private() and setting.accountants):
             expected = "none without noise and an accountant: this run spends without bound"
             raise ConfigError("privacy.budget", setting.budget, expected)
