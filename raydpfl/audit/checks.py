@@ -17,9 +17,10 @@ from scipy.stats import binom, kstest
 from raydpfl.audit.canaries import ROUNDING, CanaryRun
 from raydpfl.audit.client_canaries import ClientCanaryRun, sum_mechanism
 from raydpfl.audit.privacy_curve import ClaimDelta
-from raydpfl.check.contract import largest_correlation, normal_limit, tail
+from raydpfl.check.contract import largest_correlation, normal_limit
 from raydpfl.methods.noise import Whitening, whitening_matrix
 from raydpfl.methods.selection import Cohort
+from raydpfl.simulation.noise_monitor import tail
 from raydpfl.simulation.plan import Plan
 from raydpfl.training.backends.base import StepNoise
 

@@ -23,7 +23,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from scipy.special import ndtri
-from scipy.stats import chi2
 
 from raydpfl.core.prng import Purpose, keyed_globals, stream
 from raydpfl.errors import USER_EXCEPTIONS, located_message
@@ -126,11 +125,6 @@ def check_shapes(before: dict[str, np.ndarray], after: dict[str, np.ndarray]) ->
         same_layout = (after_array.shape, after_array.dtype) == (array.shape, array.dtype)
         hold(same_layout, f"{start_text}, and is {after_array.dtype} {list(after_array.shape)}")
         hold(np.isfinite(after_array).all(), f"the state's {name} is not finite")
-
-
-def tail(squares: Any, dof: Any) -> Any:
-    """The smaller tail probability of chi-squared numbers of these degrees of freedom."""
-    return np.minimum(chi2.cdf(squares, dof), chi2.sf(squares, dof))
 
 
 def normal_limit(comparisons: int, alarm: float) -> float:

@@ -8,11 +8,11 @@ from typing import cast
 import numpy as np
 from scipy.stats import kstest
 
-from raydpfl.check.contract import FALSE_ALARM, hold, largest_correlation, normal_limit, tail
+from raydpfl.check.contract import FALSE_ALARM, hold, largest_correlation, normal_limit
 from raydpfl.check.example import Example
 from raydpfl.methods.noise import SideQuery, Whitening, whitening_matrix
 from raydpfl.privacy import Event, Mechanism
-from raydpfl.simulation.noise_monitor import products
+from raydpfl.simulation.noise_monitor import products, tail
 
 D = 2000
 ROUNDS = 5

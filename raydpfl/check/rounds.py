@@ -5,11 +5,12 @@ from typing import cast
 
 import numpy as np
 
-from raydpfl.check.contract import FALSE_ALARM, equal, hold, tail
+from raydpfl.check.contract import FALSE_ALARM, equal, hold
 from raydpfl.check.example import Example
 from raydpfl.check.runs import RecordingCoordinator
 from raydpfl.methods.noise import Whitening
 from raydpfl.privacy import Mechanism, Query, report_of
+from raydpfl.simulation.noise_monitor import tail
 
 
 def runs(case: Example) -> str:

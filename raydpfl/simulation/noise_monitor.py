@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from scipy.special import betainc, chdtr, chdtrc, erf, erfc, ndtri
@@ -108,6 +108,11 @@ def products(values: np.ndarray) -> float:
     return min(1.0, 2 * n * math.exp(-float(deviations.max())))
 
 
+def tail(squares: Any, dof: Any) -> Any:
+    """The smaller tail probability of chi-squared numbers of these degrees of freedom."""
+    return np.minimum(chdtr(dof, squares), chdtrc(dof, squares))
+
+
 WORDS = {  # by the first word of a statistic that is standard normal
     "size": "the size",
     "mean": "the mean",
@@ -153,7 +158,7 @@ class Draws:
         for share, window, (total, dof) in self._windows("square", square.sum(), d):
             ratio = math.sqrt(total / dof)
             std_finding = f"has std {ratio * std:.6g} {window}, {ratio:.4g} of it"
-            yield _chi_square_p_value(total, dof) * share, std_finding
+            yield 2 * tail(total, dof) * share, std_finding
         sketch = statistics["sketch"]
         low = chdtr(dimensions, square)
         high = chdtrc(dimensions, square)
@@ -192,7 +197,7 @@ class Draws:
         for share, window, (total, squares, count) in sums:
             chance = erfc(abs(total) / math.sqrt(2 * count)) * share
             yield chance, f"has {quantity} too far from 0 {window}"
-            chance = _chi_square_p_value(squares, count) * share
+            chance = 2 * tail(squares, count) * share
             yield chance, f"has {quantity} with other variations {window}"
 
     def _single_draw(self, z: np.ndarray) -> Iterator[Test]:
@@ -212,12 +217,12 @@ class Draws:
         if n & (n - 1):
             return
         sums, squares = self._sums
-        tails = np.minimum(chdtr(self._count, squares), chdtrc(self._count, squares))
+        tails = tail(squares, self._count)
         window = _window_text(self._count)
         place = int(tails.argmin())
         share = math.sqrt(squares[place] / self._count)
         yield 2 * len(z) * tails[place], f"has {share:.4g} of it at number {place} {window}"
-        chance = _chi_square_p_value(float(sums @ sums) / self._count, len(z))
+        chance = 2 * tail(float(sums @ sums) / self._count, len(z))
         self._count = 0
         yield chance, f"has other sums than independent draws {window}"
 
@@ -244,11 +249,6 @@ class Draws:
         cosines = np.append(rows @ earlier_rows.T, (rows @ rows.T)[np.triu_indices(k, 1)])
         rest = max(1 - float(np.abs(cosines).max(initial=0.0)) ** 2, 1e-14)
         return len(cosines) * float(betainc((m - 1) / 2, 0.5, rest)) if len(cosines) else 1.0
-
-
-def _chi_square_p_value(value: float, dof: float) -> float:
-    """The chance that a chi-squared number is as small as this one, or as large."""
-    return 2 * min(float(chdtr(dof, value)), float(chdtrc(dof, value)))
 
 
 def _binomial(counts: np.ndarray, trials: float, chances: np.ndarray) -> float:
