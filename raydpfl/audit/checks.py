@@ -5,7 +5,6 @@ Exact checks never raise a false alarm. A statistical check, all its comparisons
 one in at most `alarm` of sound runs.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -279,12 +278,11 @@ def noise_of_answers(runs: Sequence[ClientCanaryRun], alarm: float = FALSE_ALARM
     noise_fault = _find_noise_fault(draws, alarm)
     if noise_fault:
         return Check(name, False, noise_fault, alarm)
-    limit = normal_limit(math.comb(len(draws), 2), alarm)
-    for (first, x), (second, y) in itertools.combinations(draws.items(), 2):
-        z = abs(float(np.corrcoef(x, y)[0, 1])) * math.sqrt(len(x))
-        if z > limit:
-            detail = f"the noise on {first} and {second} is correlated, by {z:.1f} standard errors"
-            return Check(name, False, detail, alarm)
+    peak, first, second = largest_correlation(np.stack([*draws.values()]))
+    if peak > normal_limit(math.comb(len(draws), 2), alarm):
+        pair = " and ".join([*draws][place] for place in (first, second))
+        detail = f"the noise on {pair} is correlated, by {peak:.1f} standard errors"
+        return Check(name, False, detail, alarm)
     squares = [(float(values @ values), f"the sums of {query}") for query, values in draws.items()]
     count = len(next(iter(draws.values())))
     check = _check_chi_square(name, count, squares, alarm)
