@@ -94,7 +94,7 @@ SMALL_RUN: dict[str, Any] = {
     "local": {"kind": "sgd", "steps": 2, "batch": 2, "lr": 0.01},
     "client": {"actors": 0, "num_cpus": 0.01, "chunk": 2},
 }
-RANDOM_SAMPLES = {"kind": "raydpfl.check.models:RandomSamples"}
+RANDOM_SAMPLES = {"kind": "raydpfl.check.tasks:RandomSamples"}
 SAMPLES_OF_MODELS: tuple[dict[str, Any], ...] = (
     {**RANDOM_SAMPLES, "shape": [1, 28, 28], "classes": 10},
     {**RANDOM_SAMPLES, "shape": [3, 32, 32], "classes": 10},
@@ -103,7 +103,6 @@ SAMPLES_OF_MODELS: tuple[dict[str, Any], ...] = (
     {**RANDOM_SAMPLES, "shape": [6], "classes": 9, "tokens": 9, "targets": [6], "task": "sequence"},
     {**RANDOM_SAMPLES, "shape": [6], "classes": 9, "tokens": 9},
 )
-TARGETS = "raydpfl.check.tasks:RandomTargets"
 LINEAR_NET = "raydpfl.check.tasks:LinearNet"
 MODELS_OF_SOURCES = ({"kind": "softmax"}, {"kind": LINEAR_NET})
 VARIANTS: tuple[dict[str, Any], ...] = ({}, {"noise": NONE}, {"noise": NONE, "bounding": NONE})
@@ -160,7 +159,7 @@ class Example:
         """A config with the member in it."""
         tree = {**copy.deepcopy(BASE_CONFIG), **copy.deepcopy(sections)}
         if self.section == "task":
-            data = {"kind": TARGETS, "clients": CLIENTS, "task": self.values}
+            data = {**RANDOM_SAMPLES, "clients": CLIENTS, "task": self.values}
             return {**tree, "data": data, "model": {"kind": LINEAR_NET}}
         section = [self.values] if self.section in ("measure", "track") else self.values
         return {**tree, self.section: section}

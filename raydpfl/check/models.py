@@ -10,51 +10,27 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import nn
 
 from raydpfl import models
 from raydpfl.check.contract import backends, hold
 from raydpfl.check.example import Example
-from raydpfl.check.tasks import random_split
 from raydpfl.core.prng import Purpose, keyed_globals, stream
-from raydpfl.data import Data, Shards, Split
+from raydpfl.data import Shards
 from raydpfl.errors import USER_EXCEPTIONS, ConfigError
 from raydpfl.methods.local.sgd import Sgd
 from raydpfl.models import weights
-from raydpfl.models.tasks import Form, Target, Task
+from raydpfl.models.tasks import Form
 from raydpfl.training.backend_check import TOLERANCE, FirstSteps
 from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.backends import BACKENDS, REFERENCE
 from raydpfl.training.validation import check_no_mixing, foreign_generator
 
-ROWS = 3  # of a client, about
-TEST = 6
 BATCH_ERROR = 1e-5  # relative: what rounding in a batch of another size may come to
 CLOSE = 1e-5  # of the model's norm: what rounding in another order may come to
-
-
-class RandomSamples(Data):
-    """Random samples of any shape, for any task."""
-
-    clients: int = 6
-    shape: tuple[int, ...] = (8,)
-    classes: int = Field(default=3, ge=0)
-    tokens: int = Field(default=0, ge=0)
-    targets: tuple[int, ...] = ()
-
-    @classmethod
-    def check_task(cls, task: Task) -> None:
-        """Those of any task."""
-
-    def split(self, seed: int, root: Path | None) -> Split:
-        target = Target(self.targets, self.classes)
-        form = Form(self.shape, target, self.task, self.tokens)
-        return random_split(form, ROWS + np.arange(self.clients) % 2, TEST, seed)
 
 
 def _form(case: Example) -> Form:

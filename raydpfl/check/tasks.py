@@ -5,23 +5,23 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import nn
 
 from raydpfl.check.contract import backends, close, hold
 from raydpfl.check.example import Example
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Data, Split
-from raydpfl.data.sizes import apportion
 from raydpfl.methods.local.sgd import Sgd
 from raydpfl.models import Model
-from raydpfl.models.tasks import Form, Task
+from raydpfl.models.tasks import Form, Target, Task
 from raydpfl.training.backend_check import mismatch
 from raydpfl.training.validation import check_loss
 
 FEATURES = 8
 TOKENS = 6
-ROWS = 12  # of a client, about
-TEST = 30
+ROWS = 3  # of a client, about
+TEST = 6
 
 
 def sample_form(task: Task) -> Form:
@@ -34,18 +34,25 @@ def sample_form(task: Task) -> Form:
     return Form((FEATURES,), target, task)
 
 
-class RandomTargets(Data):
-    """Random samples and targets of any task."""
+class RandomSamples(Data):
+    """Random samples of any shape, for any task; without a shape those of `sample_form`."""
 
-    clients: int
+    clients: int = 6
+    shape: tuple[int, ...] = ()
+    classes: int = Field(default=3, ge=0)
+    tokens: int = Field(default=0, ge=0)
+    targets: tuple[int, ...] = ()
 
     @classmethod
     def check_task(cls, task: Task) -> None:
         """Those of any task."""
 
     def split(self, seed: int, root: Path | None) -> Split:
-        sizes = apportion(self.clients * ROWS, np.arange(self.clients) % 3 + 1.0)
-        return random_split(sample_form(self.task), sizes, TEST, seed)
+        form = sample_form(self.task)
+        if self.shape:
+            target = Target(self.targets, self.classes)
+            form = Form(self.shape, target, self.task, self.tokens)
+        return random_split(form, ROWS + np.arange(self.clients) % 2, TEST, seed)
 
 
 def random_split(form: Form, sizes: np.ndarray, test: int, seed: int) -> Split:
