@@ -18,7 +18,7 @@ from raydpfl.cli import completion
 
 def option(text: str = "", panel: str | None = None, words: tuple[str, ...] = ()) -> Any:
     """An option. `words`: what a shell completes."""
-    complete = completion.completer(lambda: words) if words else None
+    complete = completion.completer(words) if words else None
     return typer.Option(help=text, rich_help_panel=panel, autocompletion=complete)
 
 
@@ -45,7 +45,7 @@ CHANGES = "Fields to change, each section.key=value: rounds=50, bounding.bound=0
 AGAIN = "Go on with what is in --out, or in the directory that is named."
 TRUSTED = "Import the code that a run directory names, which runs it; else such a run is refused."
 Config = Annotated[str, argument(READ, "CONFIG")]
-Overrides = Annotated[list[str] | None, argument(CHANGES, "KEY=VALUE", completion.overrides)]
+Overrides = Annotated[list[str] | None, argument(CHANGES, "KEY=VALUE")]
 DataRoot = Annotated[Path | None, option("Where data sets lie; default: $RAYDPFL_DATA.")]
 Address = Annotated[str | None, option("A running Ray cluster to join; auto finds the local one.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but warnings and errors.")]

@@ -18,11 +18,10 @@ SOME = "Some of them, or import paths of your own classes."
 FETCHED = "One whose place raydpfl data list names raydpfl data fetch."
 DESCRIBED = "A config and fields to change; or data files, or a folder, and fields of data."
 PICTURE = "A picture of the classes of each client: a file .svg, .png or .pdf."
-DATA = completion.completer(lambda: completion.fields()["data"])
 
 
 def list_kinds(
-    kinds: Annotated[list[str] | None, argument(SOME, "KIND", DATA)] = None,
+    kinds: Annotated[list[str] | None, argument(SOME, "KIND", completion.data_kinds)] = None,
     data_root: DataRoot = None,
 ) -> None:
     """All kinds of data, and where each would be read from; with kinds, these alone."""
@@ -37,7 +36,7 @@ def list_kinds(
 
 
 def fetch(
-    kind: Annotated[str, argument(FETCHED, "KIND", DATA)],
+    kind: Annotated[str, argument(FETCHED, "KIND", completion.data_kinds)],
     data_root: DataRoot = None,
 ) -> None:
     """Download a data set, unless it is there."""

@@ -50,12 +50,11 @@ CHECKED = (
     "An import path is code that runs."
 )
 AROUND = "Fields of the small experiment around it, or of the member's own section."
-Around = Annotated[list[str] | None, argument(AROUND, "KEY=VALUE", completion.kinds_after_colon)]
 
 
 def check(
     member: Annotated[str, argument(CHECKED, "MEMBER", completion.members)],
-    overrides: Around = None,
+    overrides: Annotated[list[str] | None, argument(AROUND, "KEY=VALUE")] = None,
     as_json: Json = False,
 ) -> None:
     """Whether a member keeps the contract of its family, with each of its examples. Exit code 1:
