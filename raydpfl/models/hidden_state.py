@@ -26,13 +26,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from raydpfl.config.source_code import LIBRARIES, SHIPPED_PACKAGES
+
 MAX_ARRAY_BYTES = 1 << 16  # bytes of an array whose contents are not looked at
 MAX_ENTRIES = 1000  # entries of a container that are not looked at
 MAX_DEPTH = 4  # containers within containers
 MODULE_ATTRIBUTES = {*vars(nn.Module()), "__annotations__"}
-LIBRARY_PACKAGES = (
-    "torch", "torchvision", "transformers", "raydpfl", "numpy", "builtins", "functools",
-)  # fmt: skip
+LIBRARY_PACKAGES = (*SHIPPED_PACKAGES, *LIBRARIES, "functools")
 
 
 def python_state(*roots: Any) -> dict[str, bytes]:
