@@ -731,10 +731,10 @@ def test_actors_with_different_gpus_are_refused():
     from raydpfl.runtime.actor_pool import ActorPool  # imports Ray
 
     actors = object.__new__(ActorPool)
-    actors._facts = {0: Started(1, "a", "", "", {"device": "NVIDIA H200"})}
-    actors._check_same_gpu(Started(2, "b", "", "", {"device": "NVIDIA H200"}))
+    actors._facts = {0: Started(1, "a", "", {"device": "NVIDIA H200"})}
+    actors._check_same_gpu(Started(2, "b", "", {"device": "NVIDIA H200"}))
     with pytest.raises(RunError, match=r"node b has another GPU than node a .*NVIDIA A100"):
-        actors._check_same_gpu(Started(2, "b", "", "", {"device": "NVIDIA A100"}))
+        actors._check_same_gpu(Started(2, "b", "", {"device": "NVIDIA A100"}))
 
 
 def test_the_cache_of_features_knows_the_gpu_that_made_them(monkeypatch):

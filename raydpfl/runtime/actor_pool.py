@@ -38,12 +38,7 @@ START_SECONDS = 120.0  # an actor that has not come up by then is not coming
 DEATHS = 8  # actors that one assignment may cost before the run gives up
 ATTEMPTS = 3  # actors on which one call may take too long
 WATCH = 3.0  # seconds in which an actor at work takes CPU time
-# what a method does, in words
-METHODS = {
-    "train": "{where}: training",
-    "losses": "{where}: answering with its loss",
-    "evaluate": "the evaluation of the model",
-}
+METHODS = ("train", "losses", "evaluate")  # of a client actor that are called
 PIECE = 0.25  # seconds of an assignment, of which an actor may take several a round
 PIECES = 4
 IN_FLIGHT = 64  # calls at once when each client is its own actor
@@ -93,7 +88,7 @@ class _Call:
     arguments: tuple
     cost: float
     home: int | None  # the actor that is to answer it; None: any
-    timeout_clients: tuple[str, ...] = ()  # the clients in training each time that it was given up
+    timeouts: int = 0  # times that it was given up
     # while it is under way
     actor: int = -1
     start_time: float = 0.0
@@ -187,7 +182,8 @@ class ActorPool:
         for index, chunks in enumerate(assignments):
             home = int(chunks[0].clients[chunks[0].slot]) if self.per_client else None
             calls.append(_Call(index, (work, list(chunks)), rows(chunks), home))
-        for index, result in self._results("train", broadcast, calls):
+        activity = f"training in round {work.t}"
+        for index, result in self._results("train", activity, broadcast, calls):
             if not self.per_client:
                 self._costs.record(assignments[index], result.seconds)
             yield index, result.copy_arrays()
@@ -198,7 +194,8 @@ class ActorPool:
         for index, part in enumerate(np.array_split(clients, count)):
             home = int(part[0]) if self.per_client else None
             calls.append(_Call(index, (t, part.tolist(), noise_seed), len(part), home))
-        losses = dict(self._results("losses", model, calls))
+        activity = f"answering with losses in round {t}"
+        losses = dict(self._results("losses", activity, model, calls))
         return np.concatenate([losses[index] for index in range(len(calls))])
 
     def evaluate(
@@ -212,13 +209,16 @@ class ActorPool:
             _Call(index, (t, part.tolist(), own_ref), len(part), None)
             for index, part in enumerate(filter(len, parts))
         ]
-        call_scores = dict(self._results("evaluate", model, calls))
+        activity = f"the evaluation of the model after {t} rounds"
+        call_scores = dict(self._results("evaluate", activity, model, calls))
         return [score for index in sorted(call_scores) for score in call_scores[index]]
 
     def _results(
-        self, method: str, first_argument: Any, calls: Sequence[_Call]
+        self, method: str, activity: str, first_argument: Any, calls: Sequence[_Call]
     ) -> Iterator[tuple[int, Any]]:
-        """(index, result) of each call as they arrive; `first_argument` is common to all calls."""
+        """(index, result) of each call of a method, whose `activity` it is in words, as they
+        arrive; `first_argument` is common to all calls.
+        """
         argument_ref = ray.put(first_argument)
         queued_calls = deque(calls)
         self._deaths.clear()
@@ -233,7 +233,7 @@ class ActorPool:
                 future = getattr(self._actors[actor], method).remote(argument_ref, *call.arguments)
                 call.actor = actor
                 call.start_time = time.monotonic()
-                call.patience = patience.seconds(call.cost, len(call.timeout_clients))
+                call.patience = patience.seconds(call.cost, call.timeouts)
                 call.deadline = call.start_time + call.patience
                 futures[future] = call
             ready_future = self._wait(futures)
@@ -249,7 +249,7 @@ class ActorPool:
                 self._register_actor(ready_future)
             moment = time.monotonic()
             for future in [future for future, call in futures.items() if moment > call.deadline]:
-                if self._handle_timeout(futures[future], patience, method):
+                if self._handle_timeout(futures[future], patience, activity):
                     queued_calls.appendleft(futures.pop(future))
 
     def _register_actor(self, future: Any) -> None:
@@ -309,16 +309,13 @@ class ActorPool:
         self._replace(actor)
         return None
 
-    def _handle_timeout(self, call: _Call, patience: Patience, method: str) -> bool:
+    def _handle_timeout(self, call: _Call, patience: Patience, activity: str) -> bool:
         """Whether a late call's actor was replaced; `RunError` for one late too often."""
-        seconds = 0.0 if patience.certain else WATCH
-        busy, client = _query_activity(self._facts[call.actor], seconds)
-        if busy and not patience.certain:
+        if not patience.certain and _is_busy(self._facts[call.actor]):
             call.deadline = time.monotonic() + call.patience
             return False
-        call.timeout_clients += (f"client {client}" if client >= 0 else "no client",)
-        if len(call.timeout_clients) >= ATTEMPTS:
-            activity = METHODS[method].format(where=", ".join(dict.fromkeys(call.timeout_clients)))
+        call.timeouts += 1
+        if call.timeouts >= ATTEMPTS:
             raise RunError(
                 f"{activity} did not end within {call.patience:.3g} s, on {ATTEMPTS} actors "
                 f"one after another; model.kind {self._kind} hangs there, or "
@@ -344,24 +341,21 @@ class ActorPool:
             ray.kill(actor)
 
 
-def _query_activity(facts: Started, seconds: float) -> tuple[bool, int]:
-    """Whether an actor takes CPU time, and the client in training there (-1: none known)."""
+def _is_busy(facts: Started) -> bool:
+    """Whether an actor takes CPU time."""
     with suppress(RayError):
-        look = pin_to_node(_process_activity, facts.node, max_retries=0)
-        return ray.get(look.remote(facts.pid, facts.progress, seconds), timeout=START_SECONDS)
-    return False, -1
+        call = pin_to_node(_takes_cpu_time, facts.node, max_retries=0).remote(facts.pid)
+        return ray.get(call, timeout=START_SECONDS)
+    return False
 
 
-def _process_activity(pid: int, progress: str, seconds: float) -> tuple[bool, int]:
-    """As `_query_activity`, for a local process. Ray's own threads take about 1 % of a core."""
-    client, busy = -1, False
+def _takes_cpu_time(pid: int) -> bool:
+    """As `_is_busy`, for a local process. Ray's own threads take about 1 % of a core."""
     with suppress(OSError, psutil.Error):
-        if progress:
-            client = int.from_bytes(Path(progress).read_bytes(), sys.byteorder, signed=True)
         process = psutil.Process(pid)
         processes = [process, *process.children(recursive=True)]
         start_cpu_time = sum(sum(process.cpu_times()[:2]) for process in processes)
-        time.sleep(seconds)
+        time.sleep(WATCH)
         cpu_seconds = sum(sum(process.cpu_times()[:2]) for process in processes) - start_cpu_time
-        busy = cpu_seconds > 0.02 * seconds
-    return busy, client
+        return cpu_seconds > 0.02 * WATCH
+    return False

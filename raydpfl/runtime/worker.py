@@ -21,8 +21,6 @@ class Started:
     pid: int
     host: str
     node: str  # Ray's id of its node
-    # a file of that host, which holds the client in training, an int64; empty where there is none
-    progress: str
     gpu: Mapping[str, str] = field(default_factory=dict)  # as `raydpfl.core.device.facts` says
     batches: int = 0  # of rows that a model is evaluated on
 
@@ -86,4 +84,4 @@ def start_worker(
 
     node = ray.get_runtime_context().get_node_id()
     batches = len(process.evaluator.batches)
-    return Started(os.getpid(), host, node, process.progress.path, gpu, batches)
+    return Started(os.getpid(), host, node, gpu, batches)

@@ -81,7 +81,7 @@ class InlinePool:
             with signals.time_limit(self._seconds, _Timeout()):
                 yield
         except _Timeout:
-            client = self.client.progress.client
+            client = self.client.training.client
             prefix = f"client {client}: " if client >= 0 else ""
             raise RunError(
                 f"{prefix}{task} did not end within {self._seconds:g} s; model.kind {self._kind} "

@@ -36,7 +36,7 @@ from raydpfl.errors import (
 )
 from raydpfl.experiment import Experiment
 from raydpfl.simulation.client.actor_round import ActorRound, ChunkRound
-from raydpfl.simulation.client.chunk_training import ChunkTraining, ClientProgress, UserCodeWatch
+from raydpfl.simulation.client.chunk_training import ChunkTraining, UserCodeWatch
 from raydpfl.simulation.client.contribution import (
     Contribution,
     KernelContribution,
@@ -66,7 +66,6 @@ class ClientActor:
 
     def __init__(self, experiment: Experiment | None = None, shards: str = ""):
         self.in_process = experiment is not None
-        self.progress = ClientProgress(shared=not self.in_process)
         if experiment is not None:
             self.make(experiment, shards)
             self.check()
@@ -105,8 +104,7 @@ class ClientActor:
             else LocalParameters(self.module)
         )
         self.evaluator = Evaluator(experiment, self.shards, self.module, self.personal)
-        parts = (self.rows, self.trainer, self.personal, self.progress)
-        self.training = ChunkTraining(experiment, *parts)
+        self.training = ChunkTraining(experiment, self.rows, self.trainer, self.personal)
         kinds = (KernelContribution, ScaledContribution, Contribution)
         self._contributions = {kind: kind(self.training) for kind in kinds}
         self._watch = UserCodeWatch(self.training) if self.trainer.user_defined else None
@@ -223,7 +221,7 @@ class ClientActor:
         parts = []
         with device.device_errors(self.device), torch.inference_mode():
             for client in clients:
-                self.progress.set(client)
+                self.training.client = client
                 x, y, _ = self.rows.chunk([client], int(self.shards.sizes[client]))
                 # what user-defined code draws from the process's generators is keyed
                 key = {"t": t, "client": client, "step": 3}
@@ -240,6 +238,6 @@ class ClientActor:
         self, model: np.ndarray, t: int, indices: Sequence[int], states: Mapping[int, np.ndarray]
     ) -> list[BatchScores]:
         """See `Evaluator.evaluate`."""
-        self.progress.set(-1)
+        self.training.client = -1
         with device.device_errors(self.device):
             return self.evaluator.evaluate(model, t, indices, states)

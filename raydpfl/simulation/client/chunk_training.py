@@ -3,7 +3,6 @@ that user-defined code keeps nothing from one client to the next.
 """
 
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,30 +30,6 @@ from raydpfl.training.backends.base import Block, Sum
 from raydpfl.training.trainer import Trainer
 
 
-class ClientProgress:
-    """The client in training. If `shared`, it is in a file of memory, which other processes of this
-    machine can read even when this one is stopped.
-    """
-
-    def __init__(self, shared: bool) -> None:
-        self.path = ""
-        self._client = np.zeros(1, np.int64)
-        if shared and hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create("raydpfl-progress")
-            os.ftruncate(descriptor, self._client.nbytes)
-            self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
-            self._client = np.memmap(self.path, np.int64, "r+")
-        self.set(-1)
-
-    @property
-    def client(self) -> int:
-        return int(self._client[0])
-
-    def set(self, client: int) -> None:
-        """Sets it; -1: none is in training."""
-        self._client[0] = client
-
-
 @dataclass
 class ChunkTraining:
     """Trains chunks of clients with one trainer, on rows from `rows`."""
@@ -63,7 +38,7 @@ class ChunkTraining:
     rows: Rows
     trainer: Trainer
     personal: LocalParameters
-    progress: ClientProgress
+    client: int = -1  # that trains at this moment, -1: none
     _parts: int = 1  # that a chunk is trained in, as the device's memory is too small for it
 
     def __post_init__(self) -> None:
@@ -82,7 +57,7 @@ class ChunkTraining:
         """
         chunk = state.chunk
         present = np.flatnonzero(members >= 0)
-        self.progress.set(members[present[0]] if len(present) else -1)
+        self.client = int(members[present[0]]) if len(present) else -1
         model, starts = self.personal.starts(state.actor.model, chunk)
         view = state.view("local", np.arange(len(members)))
         full_blocks = self.rows.train(
@@ -98,7 +73,7 @@ class ChunkTraining:
         for full_block in full_blocks:
             block = self.personal.split_block(full_block, starts)
             count += len(block.slots)
-            self.progress.set(members[present[count]] if count < len(present) else -1)
+            self.client = int(members[present[count]]) if count < len(present) else -1
             for place in np.flatnonzero(sizes[block.slots] == 0).tolist():  # without rows
                 block.updates[place] = self.idle(state, block.slots[place : place + 1])
             device.synchronise(self.device)  # what goes wrong there is raised here
