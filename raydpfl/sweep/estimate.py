@@ -1,11 +1,12 @@
 """How long runs take on this machine: one timed round for each kind of work.
 
-Runs are of one kind where a round of theirs is the same work: the data, the model, the methods, the
-cohort, steps and batch. Timings are kept in the cache, for this number of cores.
+Runs are of one kind where a round of theirs is the same work: the data, the model, the methods, and
+the product of cohort, steps and batch. Timings are kept in the cache, for this number of cores.
 """
 
 import hashlib
 import logging
+import math
 import tempfile
 import time
 from collections.abc import Iterable
@@ -17,12 +18,14 @@ from raydpfl.experiment import Experiment
 from raydpfl.runtime import runner
 from raydpfl.simulation.resolution import resolve
 from raydpfl.storage.files import cache_root, keep_json, read_own_json
-from raydpfl.sweep.timeouts import workload
-from raydpfl.sweep.trials import name_of
+from raydpfl.sweep.trials import meaning, name_of
 
 log = logging.getLogger("raydpfl")
 TIMED_ROUNDS = 2  # rounds, of which the last one counts: the first has much to set up
 START = 0.1  # seconds between a run's end and the next one's beginning in the same process
+NUMBERS = ("selection.cohort", "local.steps", "local.batch")  # a round's work goes by their product
+KINDS = tuple(f"{name}.kind" for name in ("selection", "local", "bounding", "noise", "server"))
+WORKLOAD_KEYS = ("data.", "model.", "client.", *KINDS)
 Runs = Iterable[tuple[Experiment, int]]  # an experiment, and how often something like it is run
 
 
@@ -89,12 +92,22 @@ def workloads(runs: Runs) -> dict[Path, list[tuple[Experiment, int]]]:
     for run in runs:
         distinct_runs.setdefault(name_of(run[0]), run)
     for experiment, times in distinct_runs.values():
-        kind, work = workload(experiment)
-        facts = (sorted(kind), work, cores())
-        digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(repr((*_workload(experiment), cores())).encode()).hexdigest()[:16]
         path = cache_root() / "rounds" / f"{digest}.json"
         loads.setdefault(path, []).append((experiment, times))
     return loads
+
+
+def _workload(experiment: Experiment) -> tuple[list[tuple[str, str]], float]:
+    """The kind of work: all that `WORKLOAD_KEYS` names, and which of `NUMBERS` are numbers; and the
+    work of a round, in proportion to its samples, as far as the config has numbers for them.
+    """
+    values = meaning(experiment)
+    kind = {key: str(value) for key, value in values.items() if key.startswith(WORKLOAD_KEYS)}
+    numbers = [values.get(key) for key in NUMBERS]
+    kind |= {key: str(type(number)) for key, number in zip(NUMBERS, numbers, strict=True)}
+    work = math.prod(number for number in numbers if isinstance(number, int | float))
+    return sorted(kind.items()), work
 
 
 def _timing(path: Path) -> tuple[float, float] | None:

@@ -171,7 +171,7 @@ class Watch(tune.Callback):
         self._timeouts = Timeouts(runners[0].timeout)
         for trial in [trial for runner in runners for trial in runner.trials]:
             if trial.before and trial.summary:
-                self._timeouts.add(trial.experiment, trial.summary["seconds"])
+                self._timeouts.add(trial.summary["seconds"])
         self._has_changes = False
         self._look_time = self._fit_time = time.monotonic()
         self._next_save_time = self._look_time + SAVE

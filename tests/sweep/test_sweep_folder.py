@@ -521,38 +521,26 @@ def reasons(held: Timeouts) -> list[str]:
     return [reason for _, reason in held.overdue_trials()]
 
 
-def test_a_trial_has_ten_times_as_long_as_the_longest_that_is_like_it(tmp_path):
+def test_a_trial_has_ten_times_as_long_as_the_longest(tmp_path):
     held = limits(0, 30, 60, 450, 461, 900, 901, 902)
     first, second = trial_of(tmp_path), trial_of(tmp_path, seed=9, local={"lr": 0.5})
     held.begin(first)
     first.status = "completed"
     held.end(first)  # 30 s
-    held.add(experiment(), 40.0)
-    held.add(experiment(model={"kind": "mlp"}), 4000.0)  # not like it
+    held.add(40.0)
     held.begin(second)
     assert not reasons(held)  # after 390 s
-    assert reasons(held) == [
-        "no round in 401 s, where the longest of the others took 4000 s in all"
-    ]
+    assert reasons(held) == ["no round in 401 s, where the longest of the others took 40 s in all"]
     (tmp_path / "ledger.jsonl").touch()
     assert not reasons(held)  # it goes on
     held.end(second)
     assert not reasons(held)
 
 
-@pytest.mark.parametrize(
-    ("sections", "seconds"),
-    [
-        ({}, 90),
-        ({"local": {"steps": 500}}, 2000),
-        ({"selection": {"kind": "uniform", "cohort": 40}}, 90),
-        ({"model": {"kind": "mlp"}}, 300),
-    ],
-)
-def test_short_trials_hold_nobody_to_less_than_the_least(sections, seconds, tmp_path):
-    held = limits(0, seconds, seconds + 1)
-    held.add(experiment(), 2.0)
-    held.begin(trial_of(tmp_path, **sections))
+def test_short_trials_hold_nobody_to_less_than_the_least(tmp_path):
+    held = limits(0, 300, 301)
+    held.add(2.0)
+    held.begin(trial_of(tmp_path))
     assert not reasons(held) and len(reasons(held)) == 1
 
 
