@@ -121,31 +121,19 @@ def refuse_resume(config: str, kind: str, command: str = "") -> NoReturn:
     raise ConfigError("--resume", config, expected)
 
 
-def private_search(config: str, overrides: Sequence[str]) -> bool:
-    """Whether a file has `sweep.private`; nothing of sweeps is imported (1.5 s) to see it."""
-    from raydpfl.experiment import overridden
-
-    try:
-        return os.path.isfile(config) and _searches(overridden(read_yaml(config), overrides))
-    except ConfigError:
-        return False
-
-
-def _searches(tree: Mapping) -> bool:
-    sweep = tree.get("sweep")
-    return isinstance(sweep, Mapping) and bool(sweep.get("private"))
-
-
 def path_kind(target: str, overrides: Sequence[str] = ()) -> str | None:
-    """What a path with overrides, or the name of a study, stands for; None: nothing can be said."""
+    """What a path with overrides, or the name of a study, stands for; None: nothing can be said.
+    Of a file nothing of sweeps is imported (1.5 s) to see it.
+    """
+    from raydpfl.config.overrides import has_space
     from raydpfl.experiment import overridden
-    from raydpfl.sweep.spaces import find
-    from raydpfl.sweep.study import builtin
 
     path = Path(target)
     if os.path.isdir(path):
         return next((kind for name, kind in FILES.items() if (path / name).exists()), None)
     if not os.path.isfile(path):
+        from raydpfl.sweep.study import builtin
+
         is_study = builtin.several(target) != [target] or builtin.is_builtin(target)
         return "a study" if is_study else None
     try:
@@ -158,9 +146,10 @@ def path_kind(target: str, overrides: Sequence[str] = ()) -> str | None:
         return "a study"
     try:
         tree = overridden(tree, overrides)
-        if _searches(tree):
+        sweep = tree.get("sweep")
+        if isinstance(sweep, Mapping) and sweep.get("private"):
             return "a private search"
-        return "a sweep" if "sweep" in tree or find(tree) else "an experiment"
+        return "a sweep" if "sweep" in tree or has_space(tree) else "an experiment"
     except ConfigError:
         return "a sweep"
 

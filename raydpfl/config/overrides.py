@@ -189,3 +189,9 @@ def copy_tree(tree: Any) -> Any:
 def is_space(value: Any) -> bool:
     """Whether this stands for several values, of which a sweep tries one after another."""
     return isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in SPACES
+
+
+def has_space(tree: Mapping[str, Any]) -> bool:
+    """Whether there is a space anywhere in a tree of sections."""
+    parts = [value for value in tree.values() if isinstance(value, Mapping)]
+    return any(is_space(part) or has_space(part) for part in parts)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from raydpfl import storage
 from raydpfl.cli import options
-from raydpfl.cli.experiment_reader import new_folder, private_search, read, read_sweep, stored_code
+from raydpfl.cli.experiment_reader import new_folder, path_kind, read, read_sweep, stored_code
 from raydpfl.cli.options import argument, count, option, plain_console, print_json
 from raydpfl.errors import ConfigError, RunError
 
@@ -116,7 +116,7 @@ def budget(
     if config and runs:
         answer = _compose_runs([config, *runs], overrides or [], values, data_root, trust_code)
     elif config:
-        search = private_search(config, overrides or ())
+        search = path_kind(config, overrides or ()) == "a private search"
         expected = "none with a CONFIG; change its fields, as in noise.epsilon=3"
         _check_options(values, {"data_root"} if search else {"data_root", "person"}, expected)
         from raydpfl.experiment import Experiment
