@@ -29,12 +29,13 @@ Columns = Mapping[str, np.ndarray]
 MAX_GRID_COLUMNS = 4  # panels of a row, at most
 
 
-def read_table(path: Path, flaws: list[str]) -> pa.Table:
-    """A Parquet file; without columns where there is none, or a damaged one (see `flaws`)."""
+def read_table(path: Path, flaws: list[str] | None = None) -> pa.Table:
+    """A Parquet file; without columns where there is none, or a damaged one, which `flaws` gets."""
     try:
         return pq.read_table(path) if path.is_file() else pa.table({})
     except (OSError, pa.ArrowException) as error:
-        flaws.append(f"{path.name} cannot be read ({' '.join(str(error).split())[:120]})")
+        if flaws is not None:
+            flaws.append(f"{path.name} cannot be read ({' '.join(str(error).split())[:120]})")
         return pa.table({})
 
 
@@ -47,6 +48,23 @@ def arrays_of(table: pa.Table) -> dict[str, np.ndarray]:
         else:
             columns[name] = np.array([*values.to_pylist(), None], dtype=object)[:-1]
     return columns
+
+
+def numbers(summary: Mapping[str, Any]) -> dict[str, float]:
+    """All numbers of a summary, and those of the mappings in it, by dotted name.
+
+    >>> numbers({"seed": 1, "status": "completed", "stationary": {"final_x": 0.5}, "holds": []})
+    {'seed': 1, 'stationary.final_x': 0.5}
+    """
+    values: dict[str, Any] = {}
+    for name, value in summary.items():
+        submapping = value if isinstance(value, Mapping) else {}
+        values |= {f"{name}.{key}": part for key, part in submapping.items()} or {name: value}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def has_numbers(values: np.ndarray | None) -> bool:
@@ -176,10 +194,8 @@ class Run:
         a column of which more is better, or less: the best of all rounds; `rounds.` and a column:
         the mean over the rounds.
         """
-        value: Any = self.summary
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = numbers(self.summary).get(name)
+        if value is not None:
             return float(value)
         if name.startswith("rounds."):
             values = self.series(name.partition(".")[2])

@@ -18,10 +18,11 @@ import numpy as np
 
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.errors import ConfigError, one_line
+from raydpfl.report.run_reader import read_table
 from raydpfl.sweep.results import epsilons
 from raydpfl.sweep.spaces import Interval, Options, Space
 from raydpfl.sweep.sweep import Sweep
-from raydpfl.sweep.trials import SearchSetting, Trial, identity, meaning, rounds_of
+from raydpfl.sweep.trials import SearchSetting, Trial, identity, meaning
 
 MAX_TEXT_LENGTH = 60  # characters of a value that is no number
 log = logging.getLogger("raydpfl")
@@ -219,8 +220,8 @@ def _words(state: str, value: float | None) -> str:
 
 def _curve(trial: Trial, metric: str) -> dict[int, float]:
     """The metric of a trial by rounds done; empty where it cannot be read."""
-    table = rounds_of(trial.folder)
-    if table is None or not {"round", metric} <= {*table.column_names}:
+    table = read_table(trial.folder / "rounds.parquet")
+    if not {"round", metric} <= {*table.column_names}:
         return {}
     pairs = zip(table["round"].to_pylist(), table[metric].to_pylist(), strict=True)
     return {t + 1: value for t, value in pairs if value is not None and np.isfinite(value)}

@@ -32,6 +32,7 @@ from raydpfl.config.yaml import read
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.models import metric_columns
+from raydpfl.report.run_reader import numbers, read_table
 from raydpfl.simulation.plan import DISPLAY_SECTIONS, FREE_SETTINGS
 from raydpfl.storage.files import read_text
 from raydpfl.sweep.spaces import fill_spaces
@@ -168,23 +169,6 @@ def short_text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def numbers(summary: Mapping[str, Any]) -> dict[str, float]:
-    """All numbers of a summary, and those of the mappings in it, by dotted name.
-
-    >>> numbers({"seed": 1, "status": "completed", "stationary": {"final_x": 0.5}, "holds": []})
-    {'seed': 1, 'stationary.final_x': 0.5}
-    """
-    values: dict[str, Any] = {}
-    for name, value in summary.items():
-        submapping = value if isinstance(value, Mapping) else {}
-        values |= {f"{name}.{key}": part for key, part in submapping.items()} or {name: value}
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-
-
 class _Guarantee(BaseModel):
     accountant: str
     epsilon: float  # or "infinity", which pydantic reads as the number
@@ -306,8 +290,8 @@ def _contradiction(folder: Path, summary: Mapping[str, Any]) -> str | None:
     """Where the summary of a run that has ended differs from the rounds table of its directory;
     None also if that table cannot be read.
     """
-    table = rounds_of(folder)
-    if table is None or summary["status"] in ("interrupted", "failed"):
+    table = read_table(folder / "rounds.parquet")
+    if not table.column_names or summary["status"] in ("interrupted", "failed"):
         return None
     if table.num_rows != summary["rounds"]:
         return f"it has {summary['rounds']} rounds and rounds.parquet {table.num_rows}"
@@ -319,20 +303,11 @@ def _contradiction(folder: Path, summary: Mapping[str, Any]) -> str | None:
     return None
 
 
-def rounds_of(folder: Path) -> pa.Table | None:
-    """The rounds table of a run; None where it cannot be read."""
-    with suppress(OSError, pa.ArrowException):
-        table = pq.read_table(folder / "rounds.parquet")
-        return table if table.column_names else None  # a directory is read, and has no columns
-    return None
-
-
 def last_scores(folder: Path, count: int) -> dict[str, float]:
     """The means of the scores over the last `count` evaluations of a run, where there are several;
     empty where its rounds cannot be read.
     """
-    table = rounds_of(folder) if count > 1 else None
-    rows = [] if table is None else table.to_pylist()
+    rows = read_table(folder / "rounds.parquet").to_pylist() if count > 1 else []
     rows = [row for row in rows if metric_columns.is_evaluated(row)][-count:]
     names = metric_columns.score_values(rows[-1]) if rows else ()
     scores = {name: [row.get(name) for row in rows] for name in names}

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from raydpfl.privacy import RIGOROUS
 from raydpfl.report.labels import count_text
+from raydpfl.report.run_reader import numbers
 from raydpfl.simulation.provenance import COMPILED_DIGEST, commit, versions
 from raydpfl.sweep.results import choice_warning, epsilons, exclusion_note, table
 from raydpfl.sweep.study.cell_progress import CellProgress
@@ -24,7 +25,7 @@ from raydpfl.sweep.study.cells import StudyCell, label
 from raydpfl.sweep.study.claims import key, verdicts
 from raydpfl.sweep.study.identities import compare, words
 from raydpfl.sweep.study.schema import Study
-from raydpfl.sweep.trials import SearchSetting, Trial, numbers, trained_runs
+from raydpfl.sweep.trials import SearchSetting, Trial, trained_runs
 
 MACHINE = ("seconds", "wall_seconds", "clients_per_second", "peak_rss_mb", "replaced_actors")
 INTEGER_COLUMNS = ("rounds", "parameters", "population", "repeated_rounds", "replaced_actors")
