@@ -38,7 +38,7 @@ from raydpfl.privacy.integer_noise import Lattice
 log = logging.getLogger("raydpfl")
 # What may differ between a run and its resumption: where it runs and what it shows, never what it
 # computes.
-FREE_SETTINGS = {"client": {"actors", "num_cpus", "timeout"}}
+FREE_KEYS = frozenset({"client.actors", "client.num_cpus", "client.timeout"})
 # keys by the names that the noise is keyed by, which never change
 DIGEST_NAMES = {"chunk": "lane", "backend": "way"}
 SLOW_BFLOAT16 = (
@@ -266,7 +266,7 @@ class Plan:
         meanings["client"] = {
             DIGEST_NAMES.get(name, name): value
             for name, value in experiment.client.model_dump(mode="json").items()
-            if name not in FREE_SETTINGS["client"]
+            if f"client.{name}" not in FREE_KEYS
         }
         meanings["noise"] = experiment.noise.release()
         if experiment.personal:  # no release depends on it, but what clients go on with does

@@ -19,7 +19,7 @@ from raydpfl.methods import noise
 from raydpfl.privacy import Ledger
 from raydpfl.simulation import provenance
 from raydpfl.simulation.checkpoint import Checkpoint, RunState, check_state, load
-from raydpfl.simulation.plan import DISPLAY_SECTIONS, FREE_SETTINGS, Plan
+from raydpfl.simulation.plan import DISPLAY_SECTIONS, FREE_KEYS, Plan
 from raydpfl.simulation.privacy_budget import FRESH_NOISE, Account
 from raydpfl.storage.tables import StoredTable
 
@@ -111,8 +111,7 @@ def check_same_run(experiment: Experiment, folder: Path) -> None:
         expected = f"the directory of a run; its config.yaml is {problem}"
         raise ConfigError("--resume", str(folder), expected)
     longer = _adds_rounds(experiment, stored_config, folder)
-    free = {f"{section}.{key}" for section, keys in FREE_SETTINGS.items() for key in keys}
-    free |= {*DISPLAY_SECTIONS, *(("rounds", "noise.rounds") if longer else ())}
+    free = {*FREE_KEYS, *DISPLAY_SECTIONS, *(("rounds", "noise.rounds") if longer else ())}
     requested_values, stored_values = (_keys(tree) for tree in (requested_config, stored_config))
     for key in dict.fromkeys([*requested_values, *stored_values]):
         if requested_values.get(key) != stored_values.get(key) and key not in free:

@@ -33,9 +33,10 @@ from raydpfl.models.metric_columns import CLIENT, TEST, VALIDATION, score_set, s
 from raydpfl.privacy import Repetition
 from raydpfl.privacy.repetition import Kind
 from raydpfl.simulation.composed_runs import ACCOUNTED
+from raydpfl.simulation.plan import FREE_KEYS
 from raydpfl.sweep.search_runner import Difference, read_config_tree
 from raydpfl.sweep.spaces import Options, Space, fill_spaces, find, points
-from raydpfl.sweep.trials import FREE_KEYS, SearchSetting, identity, meaning, name_of, override_text
+from raydpfl.sweep.trials import SearchSetting, identity, meaning, name_of, override_text
 
 # What may differ between a sweep and its resumption: where it runs, and how far it goes.
 _EXTENT = ("samples", "repeats", "concurrent", "cpus", "timeout", "on_error", "storage")

@@ -33,12 +33,11 @@ from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.models import metric_columns
 from raydpfl.report.run_reader import numbers, read_table
-from raydpfl.simulation.plan import DISPLAY_SECTIONS, FREE_SETTINGS
-from raydpfl.storage.files import read_text
+from raydpfl.simulation.plan import DISPLAY_SECTIONS, FREE_KEYS
+from raydpfl.storage.files import read_json
 from raydpfl.sweep.spaces import fill_spaces
 
 FINISHED_STATUSES = ("completed", "budget", "stopped")  # a trial that is not run again
-FREE_KEYS = frozenset(f"{section}.{key}" for section, keys in FREE_SETTINGS.items() for key in keys)
 # Keys that a run resolves before it writes its config, by the value that leaves them open.
 RESOLVED_KEYS = {"client.chunk": "auto", "client.backend": "auto", "noise.coefficients": None}
 # A directory that holds any of these has a run in it, or the remains of one.
@@ -272,12 +271,12 @@ def summary_of(folder: Path) -> dict[str, Any] | None:
     if not os.path.lexists(path):
         return None
     try:
-        summary = json.loads(read_text(path))
+        summary = read_json(path)
         _Summary.model_validate(summary)
         problem = _contradiction(folder, summary)
     except ValidationError:  # a ValueError too, of several lines
         problem = "it is not the summary of a run"
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         problem = str(error)
     if not problem:
         return summary
@@ -357,8 +356,8 @@ def _has_rounds(folder: Path) -> bool:
     table, path = folder / "rounds.parquet", folder / "summary.json"
     try:
         rows = table.exists() and pq.read_metadata(table).num_rows > 0
-        summary = json.loads(read_text(path)) if path.exists() else {"rounds": 0}
+        summary = read_json(path) if path.exists() else {"rounds": 0}
         # one that failed may have failed in its first round
         return rows or summary["rounds"] > 0 or summary.get("status") == "failed"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, pa.ArrowInvalid):
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowInvalid):
         return True
