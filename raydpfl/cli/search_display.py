@@ -2,7 +2,6 @@
 bar for each study, elsewhere a line per finished trial; in the end a table of the results.
 """
 
-import json
 import math
 import shlex
 from abc import ABC, abstractmethod
@@ -22,8 +21,6 @@ from raydpfl.models.metric_columns import score_label
 from raydpfl.privacy import RIGOROUS
 from raydpfl.report.labels import edge_warning
 from raydpfl.report.pages.comparison import labels
-from raydpfl.report.run_reader import group_by
-from raydpfl.report.statistics import Resample, SeedValues
 from raydpfl.sweep import Sweep, SweepResult
 from raydpfl.sweep.results import epsilons, score
 from raydpfl.sweep.runner import SweepRunner
@@ -283,43 +280,36 @@ def cells_table(result: StudyResult) -> Table:
     repetition, the largest epsilon that holds, and the values that the cell was tuned to.
     """
     study = result.study
-    rows = result.results.to_pylist()
-    accurate = any(row.get("test_accuracy") is not None for row in rows)
+    cells = [cell for cell in result.cells if cell.finals]
+    summaries = [trial.summary or {} for cell in cells for trial in cell.finals]
+    accurate = any(summary.get("test_accuracy") is not None for summary in summaries)
     metric = "test_accuracy" if accurate else "test_loss"
     names = [*study.axes, *(["accounting"] if study.accounting else []), "arm"]
     table = _table(names, [score_label(metric), "epsilon", "seeds"])
     for column in table.columns:
         column.no_wrap = True
     table.add_column("values", overflow="fold", min_width=20)
-    cells = group_by(rows, lambda row: tuple(row[name] for name in names))
-    resamples_by_cell: dict[tuple[Any, ...], dict[Resample, dict[int, float | None]]] = {}
-
-    def score(row: dict[str, Any]) -> float | None:
-        """None of a run that failed, which has what it had before."""
-        return row.get(metric) if row["status"] != "failed" else None
-
-    for row in result.resamples.to_pylist():
-        choices = resamples_by_cell.setdefault(tuple(row[name] for name in names), {})
-        key = tuple(map(int, row["tuning_seeds"].split()))
-        choices.setdefault(key, {})[row["seed"]] = score(row)
-    for place, seeds in [*cells.items()][:ROWS]:
-        values = {row["seed"]: score(row) for row in seeds}
-        spread = SeedValues(values, resamples_by_cell.get(place, {})).spread()
+    for cell in cells[:ROWS]:
+        spread = cell.values(metric).spread()
         mean = metric_columns.number(metric, spread.mean) if spread.count else ""
         half = spread.repetition()
         interval = f" ± {metric_columns.number(metric, half)}" if spread.count > 1 else ""
         table.add_row(
-            *(escape(str(name or "")) for name in place),
+            *(escape(cell.cell.place[name] or "") for name in names),
             mean + interval,
-            _epsilon(seeds),
+            _epsilon(cell.finals),
             str(spread.count),
-            escape(override_text(json.loads(seeds[0]["values"]))),
+            escape(override_text(cell.final_setting.values if cell.final_setting else {})),
         )
     return table
 
 
-def _epsilon(rows: Sequence[dict[str, Any]]) -> str:
+def _epsilon(trials: Sequence[Trial]) -> str:
     """The largest over the seeds of the smallest that a rigorous accountant gives."""
-    values_by_run = [[row[name] for name in RIGOROUS if row.get(name) is not None] for row in rows]
+    values_by_run = [
+        [epsilon for name, epsilon in epsilons(trial).items() if name in RIGOROUS]
+        for trial in trials
+        if trial.summary
+    ]
     smallest = [min(values) for values in values_by_run if values]
     return f"{max(smallest):.3g}" if smallest and math.isfinite(max(smallest)) else ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raydpfl.errors import ConfigError
+from raydpfl.report.labels import join_names
 from raydpfl.sweep.study.cells import StudyCell, label, strip_mark
 
 
@@ -92,8 +93,8 @@ def compare(
 
 def words(outcome: Mapping[str, Any]) -> str:
     """The outcome of `compare` in one line."""
-    arms = ", ".join(outcome["arms"][:-1]) + f" and {outcome['arms'][-1]}"
     label_text = "".join(f" {axis}={name}" for axis, name in outcome["at"].items())
+    arms = join_names(outcome["arms"])
     claim = f"{arms} have the same bits{f' at{label_text}' if label_text else ''}"
     count, one_run = outcome["compared"], outcome["one_run"]
     if outcome["held"] is None:

@@ -28,9 +28,10 @@ from raydpfl.sweep.tune import execute
 
 @dataclass(frozen=True)
 class StudyResult(SearchResult):
-    """A study that is over, with the tables of `raydpfl.sweep.study.results`."""
+    """A study that is over, with its cells, and the tables of `raydpfl.sweep.study.results`."""
 
     study: Study
+    cells: list[CellProgress]
     results: pa.Table
     resamples: pa.Table
     tuning: pa.Table
@@ -89,7 +90,7 @@ class StudyRunner(SearchRunner):
         summary = results.summary(self.study, progress, self.folder, is_over) | facts
         makers = (results.final_table, results.resample_table, results.tuning_table)
         tables = [make(self.study, progress) for make in makers]
-        return StudyResult(self.folder, summary, summary["reason"], self.study, *tables)
+        return StudyResult(self.folder, summary, summary["reason"], self.study, progress, *tables)
 
     def finish(self, processes: int) -> StudyResult:
         """The result, written, with the page, figures and tables of its report."""
