@@ -227,10 +227,9 @@ def _private_statement(sweep: Sweep, has_best: bool, composition: Composition | 
     """As `statement`."""
     assert sweep.search.private
     runs = sweep.search.private.repetition()
-    text = f"The best of {runs}, each with values drawn at random"
-    if not has_best:
-        text = f"{runs} gave none to release, each with values drawn at random"
-    text += f", by the {score_label(sweep.search.metric)}, for which the test set counts as public."
+    subject = f"The best of {runs}" if has_best else f"{runs} gave none to release"
+    text = f"{subject}, each with values drawn at random, by the "
+    text += f"{score_label(sweep.search.metric)}, for which the test set counts as public."
     if composition:
         text += f" {composition.words('the whole search')}"
     text += " That holds where the best run is all that is shown: trials/ has the others, and how "
