@@ -96,8 +96,6 @@ def made(folder, seed=0, **changes):
     probability = {"share": sizes / sizes.sum(), "probability": draw.dirichlet(np.ones(CLIENTS))}
     tables["selection"] = {"client": np.arange(CLIENTS), "samples": sizes, **probability}
     tables["selection"]["budget"] = budgets
-    classes = {"actual": [0, 0, 1, 2], "predicted": [0, 1, 1, 0], "samples": [6, 2, 5, 3]}
-    tables["test_confusion_matrix"] = {"round": np.full(4, ROUNDS - 1), **classes}
     for name, columns in tables.items():
         pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     draw.normal(size=(ROUNDS + 1, D)).astype("<f4").tofile(folder / "trajectory.bin")
@@ -238,28 +236,6 @@ def test_every_kind_of_figure_is_drawn_and_its_files_are_whole(run):
     rows = csv.DictReader(table.splitlines())
     said = [(row["kind"], row["epsilon"], row["holds"]) for row in rows]
     assert said == [("rigorous", "3.0", "yes"), ("formula as printed", "1.0", "")]
-
-
-def test_a_confusion_matrix_is_that_of_the_last_evaluation_and_of_all_seeds(tmp_path):
-    folder = made(tmp_path / "run", class_names=["left", "right", "a very long name of a class"])
-    early = {"round": [1, 1], "actual": [2, 2], "predicted": [2, 1], "samples": [40, 1]}
-    path = folder / "test_confusion_matrix.parquet"
-    late = pq.read_table(path).to_pydict()
-    both = {name: [*early[name], *late[name]] for name in late}
-    pq.write_table(pa.table(both), path)
-    one = Run(folder, "one")
-    cases = [LabelledRun({"run": "one"}, one)] * 2
-    (drawing,) = parse({"confusion": "test"}, "study.show[0]").make(cases)
-    assert f"(round {ROUNDS}). Samples of all seeds together." in drawing.caption
-    (axes,) = whole_figure(drawing).axes
-    shares = axes.collections[0].get_array()
-    assert shares.tolist() == [[0.75, 0.25, 0], [0, 1, 0], [1, 0, 0]]
-    names = [each.get_text() for each in axes.get_yticklabels()]
-    assert names == ["left", "right", "a very l.."]
-    (left_out,) = parse({"confusion": "validation"}, "study.show[0]").make(cases)
-    assert (
-        isinstance(left_out, Missing) and "evaluate.metrics: [confusion_matrix]" in left_out.reason
-    )
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from raydpfl.report.figures.base import Missing, Piece, Plot, PlotItem, ReportIt
 
 __all__ = ["FAMILY", "Missing", "Piece", "Plot", "PlotItem", "ReportItem", "Words", "parse"]
 
-FIRST = ("confusion", "curves", "points")
+FIRST = ("curves", "points")
 FAMILY: dict[str, type[ReportItem]] = family(__name__, ReportItem, FIRST)
 
 

@@ -30,7 +30,7 @@ SCORES = [{"curves": "test_accuracy", "x": x} for x in X_WORDS]
 LOSSES = [{"curves": ["test_loss", "train_loss"], "main": "test_loss", "x": x} for x in X_COLUMNS]
 # What the page of runs shows, section by section, as a study's `show` has it.
 SECTIONS: dict[str, list[dict[str, Any]]] = {
-    "Accuracy and loss": [*SCORES, *LOSSES, {"confusion": "test"}],
+    "Accuracy and loss": [*SCORES, *LOSSES],
     "Privacy": [
         *({"curves": "epsilon_*", "main": "epsilon", "x": x} for x in X_COLUMNS),
         *({"tradeoff": of} for of in ("attacks", "profile")),
@@ -83,7 +83,7 @@ def run_sections(cases: Sequence[LabelledRun], guarantees: Sequence[Piece]) -> l
     sections = []
     for title, items in SECTIONS.items():
         if items[:1] == SCORES[:1]:
-            items = [*items[:-1], *curves, *items[-1:]]
+            items = [*items, *curves]
         pieces = [piece for item in items for piece in default_pieces(item, cases)]
         leading_pieces = guarantees if title == "Privacy" else ()
         sections.append(PageSection(title, [*leading_pieces, *pieces]))
