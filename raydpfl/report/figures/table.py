@@ -162,10 +162,11 @@ class TableItem(ReportItem):
 
 class CellGrid:
     """The cases of a table by cell: `axes` are those of the rows, first the ones that are named and
-    vary; `down` has their labels, and `across` those of the columns.
+    vary; `down` has their labels, and `across` those of the columns, an empty one without an axis
+    for them.
     """
 
-    def __init__(self, cases: Sequence[LabelledRun], rows: Sequence[str], columns: str):
+    def __init__(self, cases: Sequence[LabelledRun], rows: Sequence[str], columns: str = ""):
         self.cases = cases
         varying_axes = find_varying_axes(cases)
         self.axes = [axis for axis in rows if axis in varying_axes]
@@ -212,19 +213,16 @@ class Values(ReportItem):
     rows: Names = ()
 
     def make(self, cases: Sequence[LabelledRun]) -> Sequence[Piece]:
-        axes = [*dict.fromkeys([*self.rows, *find_varying_axes(cases)])]
-        axes = [axis for axis in axes if any(axis in case.labels for case in cases)]
-        cells = group_by(cases, lambda case: case.at(axes))
-        rows: list[Row] = []
-        for labels in sort_labels(cells, cases, axes):
-            row = axes_row(axes, labels)
-            for name in self.of:
-                spread = values_of(cells[labels], name).spread()
-                row[quantity(name)] = mean_cell(spread, quantity(name).percent)
-            rows.append(row)
         title = self.title or "Values"
-        if all(row[quantity(name)] is None for row in rows for name in self.of):
+        grid = CellGrid(cases, self.rows)
+        if not any(map(grid.has, self.of)):
             return [Missing(title, f"needs {', '.join(self.of)} in the summaries of the runs")]
+        rows: list[Row] = []
+        for key in grid.cells:
+            row = axes_row(grid.axes, key[0])
+            for name in self.of:
+                row[quantity(name)] = mean_cell(grid.spread(name, key), quantity(name).percent)
+            rows.append(row)
         caption = f"Means over the seeds, {REPETITION} From results.parquet."
         return [Table(name_of("values", *self.of), title, caption, rows)]
 
