@@ -30,12 +30,12 @@ class PersonalEpsilon(PlotItem):
 
     def prepare(self, panels: Sequence[Panel]) -> Any:
         """By column of epsilon its look, and the numbers of all runs."""
-        runs = [panel.run for panel in panels]
-        names = dict.fromkeys(name for run in runs for name in epsilons_of(run))
-        values = {name: _concatenate_column(runs, name) for name in names}
-        budgets = _concatenate_column(runs, CLAIMED_EPSILON)
+        names = dict.fromkeys(name for panel in panels for name in epsilons_of(panel.run))
+        tables = [panel.run.table("guarantees") for panel in panels]
+        budgets = np.concatenate([table[CLAIMED_EPSILON] for table in tables])
         if not names or not np.isfinite(budgets).any():
             return None
+        values = {name: np.concatenate([t[name] for t in tables if name in t]) for name in names}
         return {name: look(place) for place, name in enumerate(names)}, values, budgets
 
     def draw(self, axes: Axes, panel: Panel, common: Any) -> None:
@@ -74,11 +74,6 @@ def epsilons_of(run: Run) -> list[str]:
     names = [name for name in names if np.isfinite(table[name]).any()]
     names = [name for name in names if not stated_columns or name in stated_columns]
     return sorted(names, key=lambda name: name not in RIGOROUS)
-
-
-def _concatenate_column(runs: Sequence[Run], name: str) -> np.ndarray:
-    tables = [run.table("guarantees") for run in runs]
-    return np.concatenate([table[name] for table in tables if name in table])
 
 
 class SelectionProbability(PlotItem):
