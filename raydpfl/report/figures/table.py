@@ -202,7 +202,7 @@ class CellGrid:
 
 class Values(ReportItem):
     """A column for each of the numbers `of` (one of a mapping with a dot: `stationary.final_x`), a
-    row for each cell: `rows` are the axes that come first.
+    row for each cell: `rows` are the axes that come first, of those that vary.
     """
 
     axis_fields: ClassVar[tuple[str, ...]] = ("rows",)
