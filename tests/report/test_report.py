@@ -827,7 +827,6 @@ def test_a_run_and_its_report_by_the_commands(small, tmp_path, typed):
         "Every client&#39;s epsilon against its budget",
         "Probability of selection over the clients&#39; budgets",
         "Probability of selection over the clients&#39; sizes",
-        "Which classes are taken for which",
     }
 
 
