@@ -146,7 +146,9 @@ class SweepRunner(SearchRunner):
 
     def gather(self, is_over: bool, **facts: Any) -> SweepResult:
         if is_over and self._composition is None:
-            self._composition = search_composition(self.trials, self.folder, self.sweep, self._root)
+            self._composition = search_composition(
+                self.trials, self.folder, self.sweep, self._root, self.is_adaptive
+            )
         return gather(self.folder, self.settings, self.sweep, is_over, facts, self._composition)
 
     def write(self, result: SweepResult) -> None:

@@ -40,9 +40,11 @@ def private_search_composition(sweep: Sweep, data_root: Path | None) -> Composit
 
 
 def search_composition(
-    trials: Sequence[Trial], folder: Path, sweep: Sweep, data_root: Path | None
+    trials: Sequence[Trial], folder: Path, sweep: Sweep, data_root: Path | None, is_changed: bool
 ) -> Composition | None:
-    """What all runs in the directory of a search have spent together; None: none was private."""
+    """What all runs in the directory of a search have spent together; None: none was private.
+    `is_changed`: whether its settings ever were when there were runs.
+    """
     runs = [(trial.folder, trial.experiment) for trial in trials]
     former_names = trained_runs(folder / "trials").keys() - {path.name for path, _ in runs}
     folders = [folder / "trials" / name for name in sorted(former_names)]
@@ -52,7 +54,8 @@ def search_composition(
     except ConfigError as error:
         return Composition(notes=(f"a run in trials/ cannot be read ({error})",))
     # proposals depend on the results, and so does a change of the config
-    return compose_search(runs, data_root, sweep.search.search == "optuna" or bool(folders))
+    adaptive = sweep.search.search == "optuna" or bool(folders) or is_changed
+    return compose_search(runs, data_root, adaptive)
 
 
 def compose_search(

@@ -23,11 +23,13 @@ from raydpfl.runtime.runner import hold_folder
 from raydpfl.storage.files import LOCK, read_json, read_text, remove
 from raydpfl.storage.run_files import clear, make_folder, replace_file, write_json
 from raydpfl.sweep.resources import Resources
-from raydpfl.sweep.trials import Trial, check, name_of
+from raydpfl.sweep.trials import Trial, check, name_of, trained_runs
 
 BUSY_TIMEOUT = 10.0  # seconds that processes of an earlier start may take to release the directory
 # what a kill leaves half written: Ray Tune's state, and files by the process that wrote them
 REMAINS = (".tune-*", ".*.yaml.*", ".*.parquet.*", ".*.json.*")
+# the first line of a config that was changed so
+ADAPTIVE = "# The values to try were changed when there were runs."
 Difference = tuple[str, Any, Any] | None  # (key, new value, stored value)
 
 
@@ -63,6 +65,7 @@ class SearchRunner(ABC):
     pauses = False  # whether a trial waits after every evaluation until it may continue
     last = 1  # evaluations of which a trial's scores are the mean
     fail_fast = False  # whether a trial that is refused ends all others
+    is_adaptive = False  # whether the values to try were ever changed when there were runs
 
     def __init__(self, specification: Any, folder: Path, on_change: Callable[[Any], object]):
         self.specification = specification
@@ -171,7 +174,8 @@ class SearchRunner(ABC):
                 raise ConfigError("--resume", str(self.folder), expected)
             return
         try:
-            difference = self.specification.differs(self.specification.from_directory(self.folder))
+            stored = self.specification.from_directory(self.folder)
+            difference = self.specification.differs(stored)
         except ConfigError as error:
             if error.field == "--resume":
                 raise
@@ -180,6 +184,9 @@ class SearchRunner(ABC):
         if difference:
             key, value, stored_value = difference
             raise ConfigError(key, value, f"{stored_value!r}, as in the {self.kind} to be resumed")
+        self.is_adaptive = read_text(self.config).startswith(ADAPTIVE) or (
+            bool(trained_runs(self.folder / "trials")) and self.specification.tries_others(stored)
+        )
 
     @contextmanager
     def started(self) -> Iterator[None]:
@@ -194,7 +201,8 @@ class SearchRunner(ABC):
                     seconds = read_json(self.folder / "summary.json")["seconds"]
                     self._earlier_seconds = seconds if 0 <= seconds < math.inf else 0.0
                 self.advance()
-                text = self.specification.to_yaml().encode()
+                head = f"{ADAPTIVE}\n" if self.is_adaptive else ""
+                text = (head + self.specification.to_yaml()).encode()
                 replace_file(self.config, lambda file: file.write(text))
                 self.copy_inputs()
                 # in place of an earlier result

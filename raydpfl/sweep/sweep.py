@@ -258,6 +258,16 @@ class Sweep:
                 return key, own_leaves.get(key), other_leaves.get(key)
         return None
 
+    def tries_others(self, other: Sweep) -> bool:
+        """Whether the settings are not those of `other`, by what they mean; not of Optuna."""
+        if self.search.search == "optuna":
+            return False
+        own_names, other_names = (
+            {name_of(s.setting(values).experiment, s.spaces) for values in s.setting_values()}
+            for s in (self, other)
+        )
+        return own_names != other_names
+
     @cached_property
     def seed(self) -> int:
         return Experiment.from_dict({"seed": self.tree.get("seed", 0)}).seed

@@ -26,9 +26,11 @@ def private(**sections) -> Sweep:
 
 
 def finished(sweep: Sweep, out) -> SweepRunner:
-    """The runner of a sweep whose trials have all run, here."""
+    """The runner of a sweep, started or resumed, whose trials have all run, here."""
     runner = SweepRunner(sweep, out, print)
-    runner.advance()
+    runner.check_directory(resume=True)
+    with runner.started():
+        pass
     if sweep.search.private:
         runner._composition = private_search_composition(sweep, None)
     for trial in runner.trials:
@@ -172,6 +174,14 @@ def test_runs_of_former_values_count_and_hide_nothing(tmp_path):
     assert not hidden(summary["guarantees"])
     assert "no epsilon with the cohorts hidden" in summary["choice"]
     assert "3 runs together" in summary["guarantees"][0]["sampling"]
+
+
+def test_values_that_were_added_when_there_were_runs_hide_nothing(tmp_path):
+    """Nor do they in later resumes. The same values may be written otherwise."""
+    for rates in ([1, 0.1], [0.1, 1.0], [0.1, 1, 2], [0.1, 1, 2]):
+        sweep = private(local={"lr": {"grid": rates}}, rounds=1, sweep={})
+        guarantees = finished(sweep, tmp_path).gather(is_over=True).summary["guarantees"]
+        assert bool(hidden(guarantees)) == (len(rates) < 3), rates
 
 
 def test_trials_with_common_noise_have_no_epsilon(tmp_path):

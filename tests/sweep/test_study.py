@@ -464,6 +464,27 @@ def test_a_grid_grows_within_its_limit_and_where_its_key_takes_the_value(tmp_pat
     assert {value_of(row, "server.momentum") for row in rows} == {0.3, 0.9}
 
 
+def test_tuning_runs_are_adaptive_where_a_grid_grew_or_was_changed(tmp_path, monkeypatch):
+    scored(monkeypatch, lambda run: run.local.lr / 10)
+    adaptive = []
+    monkeypatch.setattr(
+        "raydpfl.sweep.study.runner.compose_search", lambda *args: adaptive.append(args[2])
+    )
+    for grow in range(2):
+        played(two_tuned(grow=grow), tmp_path / str(grow))
+    assert adaptive == [False, False, True, True]
+    given = two_tuned(grow=0)
+    with runner_of(Study.from_dict(given), tmp_path / "changed").started():
+        run = tmp_path / "changed" / "trials" / "0"
+        run.mkdir(parents=True)
+        (run / "ledger.jsonl").write_text("{}\n")
+    for rates in ([0.1, 0.2], [0.1, 0.4]):
+        given["local"]["lr"] = {"tune": rates}
+        runner = runner_of(Study.from_dict(given), tmp_path / "changed")
+        runner.check_directory(resume=True)
+        assert runner.is_adaptive == (rates[1] == 0.4)
+
+
 @pytest.mark.parametrize("bounds", [[1.0], ["1.0", "2.0"]])
 def test_a_grid_without_two_numbers_does_not_grow_beside_one_that_does(
     bounds, tmp_path, monkeypatch

@@ -86,7 +86,9 @@ class StudyRunner(SearchRunner):
         progress = [*self.progress.values()]
         for cell in progress if is_over else ():
             tuning_runs = [(trial.folder, trial.experiment) for trial in cell.tuning_trials]
-            cell.composition = compose_search(tuning_runs, self._root)
+            # values that a grid grew by were chosen by results
+            adaptive = self.is_adaptive or len(cell.tries) > cell.cell.settings
+            cell.composition = compose_search(tuning_runs, self._root, adaptive)
         summary = results.summary(self.study, progress, self.folder, is_over) | facts
         makers = (results.final_table, results.resample_table, results.tuning_table)
         tables = [make(self.study, progress) for make in makers]

@@ -176,6 +176,11 @@ class Study:
             return "study.id", self.about.id, other.about.id
         return ("--scale", self.scale, other.scale) if self.scale != other.scale else None
 
+    def tries_others(self, other: Study) -> bool:
+        """Whether a cell of both has other values to try than in `other`."""
+        grids = {cell.display_name(): cell.grid for cell in other.cells}
+        return any(grids.get(cell.display_name(), cell.grid) != cell.grid for cell in self.cells)
+
     @cached_property
     def panels(self) -> dict[str, dict[str, Any]]:
         """What each label changes, by axis (with its `?`) and label."""
