@@ -26,7 +26,7 @@ from raydpfl.sweep.results import SweepResult, gather, score
 from raydpfl.sweep.search_privacy import private_search_composition, search_composition
 from raydpfl.sweep.search_runner import SearchRunner, remove_file
 from raydpfl.sweep.sweep import Sweep
-from raydpfl.sweep.trials import SearchSetting, override_text
+from raydpfl.sweep.trials import SearchSetting, override_text, restore_resolved_keys
 from raydpfl.sweep.tune import execute
 from raydpfl.tracking import check_installed
 
@@ -162,7 +162,12 @@ class SweepRunner(SearchRunner):
             title = f"best{scope}: {override_text(best.values)}"
             score_line = f"{self.metric} {score(best, self.metric)} over {seeds}"
             head = "".join(f"# {line}\n" for line in (title, score_line, result.summary["choice"]))
-            text = head + (best.trials[0] if private else best).experiment.to_yaml()
+            experiment = best.experiment
+            if private:
+                # the noise of a run is keyed by what it has resolved
+                (trial,) = best.trials
+                experiment = restore_resolved_keys(trial.experiment, trial.folder)
+            text = head + experiment.to_yaml()
             replace_file(path, lambda file: file.write(text.encode()))
         else:  # none may be left from before a resume
             remove_file(path)
