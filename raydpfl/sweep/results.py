@@ -71,7 +71,7 @@ def gather(
     if private:
         if is_over and runs.all > runs.own:
             problem = "trials/ has other runs too, which no epsilon covers; take another --out"
-            best = None
+            best = composition = None
         best = best if is_over else None
         settings = [best] if best else []
         trials = [trial for setting in settings for trial in setting.trials]
@@ -227,13 +227,18 @@ def _private_statement(sweep: Sweep, has_best: bool, composition: Composition | 
     """As `statement`."""
     assert sweep.search.private
     runs = sweep.search.private.repetition()
+    if not has_best and composition is None:
+        return "No run is released."
     subject = f"The best of {runs}" if has_best else f"{runs} gave none to release"
     text = f"{subject}, each with values drawn at random, by the "
     text += f"{score_label(sweep.search.metric)}, for which the test set counts as public."
     if composition:
         text += f" {composition.words('the whole search')}"
     text += " That holds where the best run is all that is shown: trials/ has the others, and how "
-    return f"{text[0].upper()}{text[1:]}many there were; keep it to yourself."
+    text += "many there were; keep it to yourself."
+    if has_best:
+        text += " The epsilon of the best run alone does not cover the choice."
+    return f"{text[0].upper()}{text[1:]}"
 
 
 def choice_warning(private: int, note: str = "") -> str:

@@ -9,6 +9,7 @@ from conftest import messages, refusal
 from test_sweep import tree
 
 from raydpfl import run as run_one
+from raydpfl.config.yaml import read
 from raydpfl.privacy import Mechanism, Query, Sampling
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.sweep import Sweep
@@ -119,9 +120,20 @@ def test_the_result_of_a_private_search_is_the_best_run_alone(tmp_path):
     assert summary["settings"] == 1 and "seconds" not in summary
     assert hidden(summary["guarantees"]).keys() == {"pld", "rdp"}
     assert "Epsilon of the whole search" in summary["choice"]
+    assert "of the best run alone does not cover the choice" in summary["choice"]
     # the config of the best gives its bits again, and so no other release
     again = run_one(type(best.experiment).from_yaml(tmp_path / "best.yaml"), tmp_path / "again")
     assert again.summary["model_sha256"] == best.summary["model_sha256"]
+    # on whatever machine
+    paths = (tmp_path / "best.yaml", best.folder / "config.yaml")
+    pinned, stored = (read(path)["client"] for path in paths)
+    assert pinned == stored and pinned["backend"] != "auto"
+    # another run in trials/ may not be shown
+    (best.folder.parent / "other").mkdir()
+    (best.folder.parent / "other" / "ledger.jsonl").write_text("{}\n")
+    refused = runner.gather(is_over=True).summary
+    assert "best" not in refused and "guarantees" not in refused
+    assert refused["choice"] == "No run is released."
 
 
 @pytest.mark.parametrize("every", [False, True])

@@ -80,7 +80,7 @@ class SweepSource(PageSource):
         sections = [
             PageSection("What was tried", [*self.best_for(), *self.search_plots(), *self.tables()]),
             PageSection("Best settings by round", self.curves()),
-            PageSection("Privacy of the best", self.privacy()),
+            PageSection("Privacy of the best run alone", self.privacy()),
             PageSection("Config", [self.file_text(self.file)]),
         ]
         edges = edge_warning(self.best.get("values", {}), self.best.get("edges", {}))
