@@ -4,6 +4,8 @@
 ('test accuracy', 'seconds clients (s)')
 >>> number(0.788512, percent=True), number(1225.92), number(0.000123456), number(None)
 ('78.85 %', '1,226', '0.0001235', '')
+>>> number((1 << 63) - 1)
+'9,223,372,036,854,775,807'
 """
 
 import math
@@ -153,7 +155,9 @@ def number(value: Any, percent: bool = False) -> str:
         return "infinite" if value > 0 else "-infinite"
     if percent:
         return f"{100 * value:.2f} %"
-    whole = isinstance(value, int) or (value == round(value) and abs(value) < 1e15)
+    if isinstance(value, int):
+        return f"{value:,}"
+    whole = value == round(value) and abs(value) < 1e15
     return f"{value:,.0f}" if whole or abs(value) >= 1000 else f"{value:.4g}"
 
 
