@@ -16,6 +16,7 @@ import copy
 import itertools
 import os
 import textwrap
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,7 +152,7 @@ def _sweep(
         sweep.check_settings()
         lines += ["All of them can be run." if timing else "All of them make an experiment."]
     if not refusals and not unread:
-        runs = _runs(sweep, [*experiments.values()])
+        runs = _runs(sweep, experiments)
         lines += _duration(sweep, measure(runs, root) if timing else estimate(runs))
     first_experiment = next(iter(experiments.values()), None)
     marks = _unsearched_defaults(sweep, first_experiment)
@@ -160,12 +161,13 @@ def _sweep(
     return Preview(text + _comments([*unread, *_counts(sweep, experiments), *lines]), first_refusal)
 
 
-def _runs(sweep: Sweep, experiments: Sequence[Experiment]) -> Runs:
-    """All that the sweep runs."""
-    repeats = sweep.search.repeats
-    if sweep.search.search == "grid":
-        return [(sweep.trial(experiment), repeats) for experiment in experiments]
-    return [(sweep.trial(experiments[0]), sweep.size * repeats)]
+def _runs(sweep: Sweep, experiments: Mapping[str, Experiment]) -> Runs:
+    """All that the sweep runs; of Optuna as many runs, of the ends of its spaces in turn."""
+    names: Iterable[str] = (override_text(values) for values in sweep.setting_values())
+    if sweep.search.search == "optuna":
+        names = itertools.islice(itertools.cycle(experiments), sweep.size)
+    counts = Counter(names).items()
+    return [(sweep.trial(experiments[k]), count * sweep.search.repeats) for k, count in counts]
 
 
 def _complete(sweep: Sweep, experiment: Experiment | None) -> dict[str, Any]:

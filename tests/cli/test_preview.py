@@ -15,6 +15,8 @@ STUDY = {
     "arms": {"Clip": {}, "Normalise": {"bounding": {"kind": "normalize", "bound": 1.0}}},
 }
 
+NONE = estimate.Estimate(None, 1, 0)
+
 
 @pytest.fixture
 def shown(tmp_path, monkeypatch, typed):
@@ -174,6 +176,18 @@ def test_what_runs_take_is_counted_by_their_rounds(monkeypatch):
     assert (found.kinds, found.timed) == (1, 1)
     alone = estimate.estimate([(experiment(), 1)])
     assert alone.seconds == pytest.approx(0.54)  # a single run has a single core
+
+
+@pytest.mark.parametrize(
+    ("search", "rounds"),
+    [({"search": "random", "samples": 3}, 12), ({"search": "optuna", "samples": 6}, 24)],
+)
+def test_a_search_takes_what_all_of_its_settings_take(search, rounds, shown, monkeypatch):
+    """Of Optuna, which decides later, the mean of what it may propose."""
+    counted = []
+    monkeypatch.setattr("raydpfl.cli.preview.estimate", lambda runs: counted.extend(runs) or NONE)
+    shown({**SMALL, "rounds": {"grid": [1, 4, 7]}, "sweep": search})
+    assert sum(run.rounds * count for run, count in counted) == rounds
 
 
 @pytest.mark.slow
