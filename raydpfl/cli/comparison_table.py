@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from raydpfl.cli.run_display import BY_DECLARATION, DECLARATION_NOTE
 from raydpfl.report.labels import format_mean, number, quantity
 from raydpfl.report.pages.comparison import EPSILON_NOTE, Comparison, SeedGroup
 
@@ -55,6 +56,8 @@ def notes(comparison: Comparison) -> Iterator[str]:
     if any(len(setting.runs) > 1 for setting in settings):
         yield "Means and sample standard deviations over the seeds; of epsilons the largest."
     yield from comparison.epsilon_warnings
+    if any(_is_declared(setting) for setting in settings if setting.epsilon is not None):
+        yield DECLARATION_NOTE
     if any(setting.private for setting in settings):
         yield EPSILON_NOTE
 
@@ -64,4 +67,10 @@ def _epsilon(setting: SeedGroup, show_accountants: bool) -> str:
     if setting.epsilon is None:
         return "none holds" if setting.private else "none"
     accountant_note = f" ({', '.join(setting.accountants)})" if show_accountants else ""
-    return f"{number(setting.epsilon)}{accountant_note}"
+    mark = BY_DECLARATION if _is_declared(setting) else ""
+    return f"{number(setting.epsilon)}{mark}{accountant_note}"
+
+
+def _is_declared(setting: SeedGroup) -> bool:
+    """Whether an epsilon that holds relies on what a user-defined class declares."""
+    return any(run.holds[0].declared for run in setting.runs if run.holds)

@@ -28,6 +28,9 @@ from raydpfl.simulation.plan import Plan
 WAIT = 5.0  # seconds between lines of what is done before the first round
 PACE = 30  # rounds by whose time the rest is estimated
 BY_DECLARATION = "^"  # behind an epsilon, after its sign
+DECLARATION_NOTE = (
+    f"{BY_DECLARATION} relies on what a user-defined class declares {DECLARED_SUFFIX}."
+)
 SIGNS = {"rigorous": "", "paper": "*", "unproven": "?"}  # behind an epsilon
 
 
@@ -282,8 +285,7 @@ def notes(guarantees: Sequence[Guarantee], holds: Sequence[Guarantee]) -> list[s
         if one.rho is not None
     ]
     if any(one.declared for one in guarantees):
-        basis_text = f"what a user-defined class declares {DECLARED_SUFFIX}"
-        lines.append(f"{BY_DECLARATION} relies on {basis_text}.")
+        lines.append(DECLARATION_NOTE)
     lines += [
         f"Not accounted for: {exclusion}." for one in guarantees for exclusion in one.exclusions
     ]

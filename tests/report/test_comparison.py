@@ -13,6 +13,7 @@ from test_report import GUARANTEE, keep, lean, made, pieces, results, studied, s
 
 from raydpfl.cli.comparison_table import show
 from raydpfl.errors import ConfigError
+from raydpfl.privacy.guarantee import DECLARED_SUFFIX
 from raydpfl.report import compare, compare_runs
 from raydpfl.report.figures import Plot
 from raydpfl.report.pages.comparison import comparison_page
@@ -119,6 +120,7 @@ def printed(*folders) -> list[str]:
 def test_a_terminal_has_one_table_of_eighty_columns_best_first(tmp_path):
     free = {"guarantees": [], "holds": []}
     other = {**GUARANTEE, "accountant": "rdp", "delta": 1e-4}
+    other["exclusions"] = [f"sampling declared by mine:Draw {DECLARED_SUFFIX}"]
     folders = [
         run(tmp_path / "a", 0, 0.5, local={"lr": 0.1}),
         run(tmp_path / "b", 1, 0.6, local={"lr": 0.1}),
@@ -129,10 +131,11 @@ def test_a_terminal_has_one_table_of_eighty_columns_best_first(tmp_path):
     assert max(map(len, lines)) <= 80
     assert re.split(" {2,}", lines[0]) == HEAD
     assert [line.split()[2] for line in lines[1:4]] == ["0.2", "0.4", "0.1"]
-    assert "55.00 ± 7.07 %" in lines[3] and "3 (pld)" in lines[3] and "3 (rdp)" in lines[2]
+    assert "55.00 ± 7.07 %" in lines[3] and "3 (pld)" in lines[3] and "3^ (rdp)" in lines[2]
     assert "none" in lines[1].split()
     said = " ".join(" ".join(lines[4:]).split())
     assert "They differ in delta: 1e-05 and 0.0001." in said
+    assert "^ relies on what a user-defined class declares" in said
     assert "showing several runs spends several" in said
 
 
