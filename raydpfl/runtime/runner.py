@@ -101,7 +101,9 @@ def run(
     place = out if out is not None else storage.new("run")
     root = Path(data_root) if data_root else None
     with signals.handle_signals(), storage.open_folder(place) as folder:
-        _check_folder(folder, resume, fresh_noise)
+        if fresh_noise and not resume:
+            raise ConfigError("--fresh-noise", True, "--resume as well, for a run that has begun")
+        _check_folder(folder, resume)
         with single_blas(), Launcher(experiment.client, address, on_stage) as launcher:
             on_stage(PREPARING)
             with wrap_user_errors():
@@ -114,12 +116,13 @@ def run(
             plan = launcher.decide(plan)
             signals.check()
             with _take_folder(folder, resume):
-                config = plan.experiment.to_yaml().encode()
-                replace_file(folder / "config.yaml", lambda file: file.write(config))
-                store_code([plan.experiment], folder, fresh_noise)
+                if not resume:
+                    _write_config(plan.experiment, folder)
                 on_start(plan)
                 start_time = time.monotonic()
                 call = launcher.coordinator(plan, str(folder), resume, fresh_noise)
+                if resume:  # which has not been refused
+                    _write_config(plan.experiment, folder, fresh_noise)
                 on_stage(FIRST)
                 drive = _Drive(call, plan, folder, start_time, launcher.summary())
                 drive.carry_out(fresh_noise, on_rows)
@@ -128,10 +131,8 @@ def run(
         return drive.result(storage.location(place))
 
 
-def _check_folder(folder: Path, resume: bool, fresh_noise: bool) -> None:
+def _check_folder(folder: Path, resume: bool) -> None:
     """Raises `ConfigError` unless a run can write to `folder`, or to one that it makes there."""
-    if fresh_noise and not resume:
-        raise ConfigError("--fresh-noise", True, "--resume as well, for a run that has begun")
     if not folder.exists():
         return
     # what a kill leaves of a run that had not begun
@@ -149,10 +150,21 @@ def _take_folder(folder: Path, resume: bool) -> Iterator[None]:
     make_folder(folder)
     threads = torch.get_num_threads()
     try:
-        with hold_folder(folder), _clean_up(folder, is_new, resume), device.preserve_settings():
-            yield
+        with hold_folder(folder):
+            _check_folder(folder, resume)  # again: another run may have ended there
+            with _clean_up(folder, is_new, resume), device.preserve_settings():
+                yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _write_config(experiment: Experiment, folder: Path, fresh: bool = False) -> None:
+    """Writes the config of a run, and the user-defined modules that it names, to its directory;
+    `fresh`: over those modules that are stored there.
+    """
+    config = experiment.to_yaml().encode()
+    replace_file(folder / "config.yaml", lambda file: file.write(config))
+    store_code([experiment], folder, fresh)
 
 
 @contextmanager

@@ -288,9 +288,11 @@ def test_a_change_of_code_is_refused_by_name_before_a_round_is_released_twice_un
 @pytest.mark.parametrize("fact", ["raydpfl", "cpu", "arithmetic", "numpy"])
 def test_a_change_of_version_or_processor_is_refused_by_name(fact, tmp_path, elsewhere):
     run(experiment(**LONG), tmp_path / "run")
+    config = (tmp_path / "run" / "config.yaml").read_text()
     elsewhere(fact)
     with pytest.raises(RunError, match=f"its bits would differ: {fact} "):
-        run(experiment(**LONG), tmp_path / "run", resume=True)
+        run(experiment(**{**LONG, "rounds": 9}), tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "config.yaml").read_text() == config
 
 
 def test_without_a_checkpoint_the_ledger_itself_knows_the_key(tmp_path, elsewhere):

@@ -17,6 +17,7 @@ from conftest import SMALL, experiment
 from raydpfl import Experiment, models, privacy, run
 from raydpfl.cli import run_display
 from raydpfl.core.messages import View
+from raydpfl.data import prepare
 from raydpfl.errors import ClientError, ConfigError, RunError
 from raydpfl.experiment import overridden
 from raydpfl.methods import bounding, noise
@@ -462,6 +463,16 @@ def test_two_runs_cannot_write_to_one_directory_and_a_killed_one_holds_it_no_lon
     assert run(experiment(rounds=1), tmp_path).summary["status"] == "completed"
     assert not (tmp_path / LOCK).exists()
     other.communicate()
+
+
+def test_a_run_that_ended_while_another_prepared_is_not_overwritten(tmp_path):
+    def slow(*arguments, **options):
+        run(experiment(rounds=1), tmp_path / "run")
+        return prepare(*arguments, **options)
+
+    with pytest.raises(ConfigError, match="a new or empty directory"):
+        run(experiment(rounds=2), tmp_path / "run", prepare=slow)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 1
 
 
 def test_a_directory_that_cannot_be_held_is_refused_in_one_line(tmp_path):
