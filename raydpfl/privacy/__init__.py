@@ -59,7 +59,7 @@ from raydpfl.privacy.guarantee import (
     sentences,
     tightest_guarantees,
 )
-from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget, segments_of
+from raydpfl.privacy.ledger import Ledger, Segment, Spent, check_budget, read_entries, segments_of
 from raydpfl.privacy.local_steps import LocalSteps, Release
 from raydpfl.privacy.local_steps_calibration import calibrate_local_steps
 from raydpfl.privacy.mechanism import Event, Mechanism, Query, Survey
@@ -110,6 +110,7 @@ __all__ = [
     "guarantees",
     "noise_for",
     "paper_multiplier",
+    "read_entries",
     "report_of",
     "rigorous",
     "rounds_for",

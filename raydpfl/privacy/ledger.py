@@ -18,7 +18,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,16 +67,10 @@ class Ledger:
         if text and not resume:
             expected = f"a directory without {self.path.name}, or --resume to go on with that run"
             raise ConfigError("--out", str(self.path.parent), expected)
-        self._lines: list[bytes] = []
-        self._segments: list[Segment] = []
         *lines, torn_line = text.split(b"\n")
         lacks_newline = _parse(torn_line) is not None
-        for line in lines + [torn_line] * lacks_newline:
-            entry = _parse(line)
-            if entry is None or not self._is_successor(entry):
-                location = f"{path}, line {len(self._lines) + 1}"
-                raise RunError(f"{location}, is damaged: what this run has spent is unknown")
-            self._add(line, entry)
+        self._lines = lines + [torn_line] * lacks_newline
+        self._segments = [*segments_of(read_entries(self.path, self._lines))]
         if lacks_newline:
             self._append(b"\n")
         elif torn_line:
@@ -95,8 +89,7 @@ class Ledger:
 
     @property
     def _last(self) -> Segment:
-        """The last of the segments; before the first round an empty one."""
-        return self._segments[-1] if self._segments else Segment(-1, 0, 0)
+        return _last(self._segments)
 
     def spending(self) -> Spent:
         """How many rounds are recorded, and the epsilons after the last one."""
@@ -133,21 +126,10 @@ class Ledger:
                 reason = f"was released before as {before}, and cannot be again as {again}"
                 raise RunError(f"round {t} {reason}")
             return
-        if not self._is_successor(entry):
+        if not _is_successor(self._segments, entry):
             round_before = last.end - 1 if self._segments else None
             raise RunError(f"round {t} cannot follow round {round_before} in {self.path}")
         self._append(line + b"\n")
-        self._add(line, entry)
-
-    def _is_successor(self, entry: dict[str, Any]) -> bool:
-        """Whether an entry is the next round, or starts a new segment at any round up to it."""
-        t, restart, last = entry["round"], entry.get("restart", 0), self._last
-        if restart == last.restart:
-            return t == last.end
-        return restart == last.restart + 1 and 0 <= t <= last.end
-
-    def _add(self, line: bytes, entry: dict[str, Any]) -> None:
-        """Takes up an entry, in the last of the segments or as the first of a new one."""
         _extend(self._segments, entry)
         self._lines.append(line)
 
@@ -164,12 +146,39 @@ class Ledger:
         storage.push_ledger(self.path)
 
 
+def read_entries(path: Path, lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """The entries of the whole lines of a ledger. Raises `RunError` as `Ledger` does."""
+    entries: list[dict[str, Any]] = []
+    segments: list[Segment] = []
+    for line in lines:
+        entry = _parse(line)
+        if entry is None or not _is_successor(segments, entry):
+            location = f"{path}, line {len(entries) + 1}"
+            raise RunError(f"{location}, is damaged: what this run has spent is unknown")
+        _extend(segments, entry)
+        entries.append(entry)
+    return entries
+
+
 def segments_of(entries: Iterable[Mapping[str, Any]]) -> tuple[Segment, ...]:
     """The rounds of the lines of a ledger, divided where the run was restarted."""
     segments: list[Segment] = []
     for entry in entries:
         _extend(segments, entry)
     return tuple(segments)
+
+
+def _last(segments: Sequence[Segment]) -> Segment:
+    """The last of the segments; before the first round an empty one."""
+    return segments[-1] if segments else Segment(-1, 0, 0)
+
+
+def _is_successor(segments: Sequence[Segment], entry: Mapping[str, Any]) -> bool:
+    """Whether an entry is the next round, or starts a new segment at any round up to it."""
+    t, restart, last = entry["round"], entry.get("restart", 0), _last(segments)
+    if restart == last.restart:
+        return t == last.end
+    return restart == last.restart + 1 and 0 <= t <= last.end
 
 
 def _extend(segments: list[Segment], entry: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from raydpfl.errors import ConfigError
+from raydpfl.errors import ConfigError, RunError
 from raydpfl.experiment import Experiment
 from raydpfl.privacy import (
     Composition,
@@ -24,12 +24,13 @@ from raydpfl.privacy import (
     StepsRelease,
     best_of,
     compose_step_runs,
+    read_entries,
     rigorous,
     segments_of,
     together,
 )
 from raydpfl.simulation.plan import Plan
-from raydpfl.simulation.planned_guarantee import strip_model
+from raydpfl.simulation.planned_guarantee import check_mechanism, strip_model
 from raydpfl.simulation.resolution import resolve
 
 # the sections on which a run's releases depend, next to those that its members name
@@ -55,8 +56,8 @@ class StoredRun:
         try:
             text = path.read_bytes() if path.exists() else b""
             # a line torn by a kill was never released
-            return cls(name, experiment, [json.loads(line) for line in text.split(b"\n")[:-1]])
-        except (OSError, ValueError) as error:
+            return cls(name, experiment, read_entries(Path(path.name), text.split(b"\n")[:-1]))
+        except (OSError, RunError) as error:
             raise ConfigError("RUN", name, f"a run whose ledger can be read ({error})") from None
 
     @property
@@ -177,11 +178,7 @@ def _plan(run: StoredRun, data_root: Path | None) -> Plan:
     if not experiment.private:
         raise ConfigError("RUN", run.name, f"a run with noise; {run.name} has no noise")
     plan = resolve(experiment, data_root)
-    assert plan.mechanism is not None
-    digest = plan.mechanism.round_digest()
-    if any(line.get("mechanism") != digest for line in run.ledger or ()):
-        expected = "a run whose ledger has the mechanism of its config, as this version reads it"
-        raise ConfigError("RUN", run.name, expected)
+    check_mechanism(run.name, plan, run.ledger or ())
     return plan
 
 

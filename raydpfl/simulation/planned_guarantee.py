@@ -1,6 +1,7 @@
 """What a run would guarantee, from its config."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +12,7 @@ from raydpfl import models
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.methods import server
-from raydpfl.privacy import LocalSteps, Mechanism, Segment
+from raydpfl.privacy import LocalSteps, Mechanism, segments_of
 from raydpfl.privacy.calculator import Budget, PersonalBudget, Unknown
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.resolution import resolve
@@ -21,19 +22,22 @@ def planned_budget(
     experiment: Experiment,
     data_root: Path | None = None,
     person: int | None = None,
-    segments: tuple[Segment, ...] = (),
+    name: str = "",
+    ledger: Sequence[Mapping[str, Any]] = (),
 ) -> Budget | PersonalBudget:
     """What a run would guarantee, with its cohorts drawn, and the noise that each accountant would
     ask for; client by client if the noise is at local steps. Nothing is trained; the data (in
     `data_root`) are prepared, for the clients' sizes. `person`: how many samples of a client a
-    person has; None: all. `segments`: what the run has released; rounds from before a restart with
+    person has; None: all. `ledger`: the lines of the run `name`; rounds from before a restart with
     fresh noise count too. Raises `ConfigError` for a run that would be refused, or has no noise.
     """
     experiment = strip_model(experiment)
     if not experiment.private:
         expected = "a noise with a budget, such as noise={kind: gaussian, epsilon: 8}"
         raise ConfigError("noise.kind", experiment.noise.kind, expected)
-    plan = resolve(experiment, data_root).extend_history(segments)
+    plan = resolve(experiment, data_root)
+    check_mechanism(name, plan, ledger)
+    plan = plan.extend_history(segments_of(ledger))
     experiment = plan.experiment
     participations = plan.participations(experiment.rounds)
     budget: Budget | PersonalBudget
@@ -83,6 +87,15 @@ def _budget_note(plan: Plan, budget: float) -> str:
     epsilons = np.min([curves[name] for name in names], axis=0)
     rounds = f"{int((epsilons <= budget).sum())} of the {plan.experiment.rounds} rounds"
     return f"privacy.budget {budget:g} lasts for {rounds}, by {' and '.join(names)}"
+
+
+def check_mechanism(name: str, plan: Plan, ledger: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `ConfigError` unless the ledger of the run `name` is of the plan's mechanism."""
+    assert plan.mechanism is not None
+    digest = plan.mechanism.round_digest()
+    if any(line.get("mechanism") != digest for line in ledger):
+        expected = "a run whose ledger has the mechanism of its config, as this version reads it"
+        raise ConfigError("RUN", name, expected)
 
 
 def strip_model(experiment: Experiment) -> Experiment:

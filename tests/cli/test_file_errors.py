@@ -250,6 +250,21 @@ def test_a_ledger_that_is_none(content, small, tmp_path, complain):
     assert LEDGERS[content] in said and "ledger" in said
 
 
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        ("3", "can be read (ledger.jsonl, line 1, is damaged"),
+        ('{"round": 0}', "can be read (ledger.jsonl, line 1, is damaged"),
+        ('{"round": 0, "epsilon": {}, "mechanism": "a"}', "has the mechanism of its config"),
+    ],
+)
+def test_a_ledger_whose_budget_is_asked_for_is_that_of_its_run(line, reason, tmp_path, complain):
+    run(experiment(rounds=2), tmp_path / "out")
+    (tmp_path / "out" / "ledger.jsonl").write_text(f"{line}\n")
+    said = complain(["budget", tmp_path / "out"])
+    assert said.startswith(f"RUN = '{tmp_path}/out': expected a run whose ledger {reason}")
+
+
 def test_a_ledger_that_may_not_be_written(small, tmp_path, monkeypatch, complain):
     run(experiment(rounds=2), tmp_path / "out")
     opened = os.open

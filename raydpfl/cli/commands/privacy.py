@@ -134,8 +134,8 @@ def budget(
                 ledger_folder = None if overrides else folder
                 with _ledger_place(ledger_folder) as place:
                     run = composed_runs.StoredRun.of(config, experiment, place)
-                segments = run.segments
-                answer = planned_guarantee.planned_budget(experiment, data_root, person, segments)
+                facts = person, config, run.ledger or ()
+                answer = planned_guarantee.planned_budget(experiment, data_root, *facts)
     else:
         answer = calculator.from_options(**values)
     if as_json:
