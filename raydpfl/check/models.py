@@ -138,7 +138,7 @@ def copies(case: Example) -> str:
     module, form = _module_and_form(case)
     x = form.inputs(3, stream(0, Purpose.DATA))
     file = case.folder / "weights.safetensors"
-    file.write_bytes(weights.serialize(module.state_dict(), file.suffix, {}))
+    file.write_bytes(weights.serialize(module.state_dict(), file, {}))
     other = _build_module(case, seed=1)
     weights.fill(other, str(file))
     with torch.no_grad():

@@ -3,7 +3,7 @@
 
 >>> import tempfile
 >>> path = Path(tempfile.mkdtemp()) / "weights.safetensors"
->>> _ = path.write_bytes(serialize(nn.Linear(2, 1).state_dict(), path.suffix, {"rounds": "40"}))
+>>> _ = path.write_bytes(serialize(nn.Linear(2, 1).state_dict(), path, {"rounds": "40"}))
 >>> sorted(read(path)), facts(path)
 (['bias', 'weight'], {'rounds': '40'})
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
@@ -31,9 +31,9 @@ def place(path: str | Path) -> Path:
     return location / MODEL_FILE if location.is_dir() else location
 
 
-def serialize(tensors: Mapping[str, Tensor], suffix: str, metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a file with this suffix: tensors, each whole under every name that it has, and
-    `metadata` of them, which a `state_dict` has no room for.
+def serialize(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a file with the suffix of `path`: tensors, each whole under every name that it
+    has, and `metadata` of them, which a `state_dict` has no room for.
 
     Raises:
         ConfigError: there is no such file of weights.
@@ -42,11 +42,11 @@ def serialize(tensors: Mapping[str, Tensor], suffix: str, metadata: Mapping[str,
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
-    if suffix == TENSORS:
+    if path.suffix == TENSORS:
         return save(copies, dict(metadata))
-    if suffix not in STATES:
+    if path.suffix not in STATES:
         expected = f"a file *{TENSORS}, or *{', *'.join(STATES)} for a state_dict"
-        raise ConfigError("--out", suffix, expected)
+        raise ConfigError("--out", str(path), expected)
     buffer = io.BytesIO()
     torch.save(copies, buffer)
     return buffer.getvalue()
@@ -70,9 +70,12 @@ def read(path: str | Path) -> dict[str, Tensor]:
 
 
 def facts(path: Path) -> dict[str, str]:
-    """What is said of the weights in a file of safetensors."""
-    with safe_open(path, "pt") as file:
-        return dict(file.metadata() or {})
+    """What is said of the weights in a file of safetensors. Raises ValueError where it is none."""
+    try:
+        with safe_open(path, "pt") as file:
+            return dict(file.metadata() or {})
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None
 
 
 def fill(module: nn.Module, path: str, parts: Sequence[Set[str]] = ()) -> None:

@@ -54,7 +54,7 @@ def write_model(folder: Path, module: nn.Module, form: Form, summary: dict[str, 
         "holds": json.dumps(summary["holds"]),
     }
     path = folder / weights.MODEL_FILE
-    file_bytes = weights.serialize(module.state_dict(), path.suffix, metadata)
+    file_bytes = weights.serialize(module.state_dict(), path, metadata)
     replace_file(path, lambda file: file.write(file_bytes))
 
 
@@ -156,7 +156,7 @@ def export(
         file = Path(out)
         module = _load(run, folder, trust_code).module
         tensors = _exported_tensors(module, merged)
-        file_bytes = weights.serialize(tensors, file.suffix, weights.facts(path))
+        file_bytes = weights.serialize(tensors, file, weights.facts(path))
     replace_file(file, lambda part: part.write(file_bytes))
     return file
 

@@ -172,8 +172,11 @@ def test_a_directory_that_is_no_finished_run_is_refused(finished, tmp_path):
     (damaged / "summary.json").write_text(json.dumps({**summary, "model_sha256": "0"}))
     with pytest.raises(RunError, match=r"is not the model of"):
         raydpfl.load(damaged, trust_code=True)
-    with refusal(r"--out"):
+    with refusal(r"--out = .*/model\.onnx'"):
         export.export(folder, tmp_path / "model.onnx", trust_code=True)
+    os.truncate(damaged / "model.safetensors", 100)
+    with refusal(r"expected the directory of a run \(ValueError"):
+        raydpfl.load(damaged, trust_code=True)
 
 
 # --- more rounds ---
