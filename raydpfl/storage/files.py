@@ -51,13 +51,17 @@ def cache_root() -> Path:
     ~/.cache/raydpfl; made where it is missing, for this user alone.
 
     Where another user could have put something there, it is a folder of this process instead, which
-    a warning says once.
+    a warning says once. Raises `ConfigError` where there is no home directory.
     """
     cache_setting = os.environ.get("RAYDPFL_CACHE")
     if cache_setting and not cache_address():
         root = Path(cache_setting).absolute()  # client actors have another working directory
     else:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydpfl"
+        try:
+            root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raydpfl"
+        except RuntimeError:
+            expected = "a folder, as this user has no home directory"
+            raise ConfigError("RAYDPFL_CACHE", cache_setting, expected) from None
     try:
         make(root)
         foreign = _foreign_within(root)

@@ -16,6 +16,7 @@ from raydpfl import data, storage
 from raydpfl.data import Shards, prepare
 from raydpfl.data.features.resnet18 import ResNet18Features
 from raydpfl.errors import ConfigError
+from raydpfl.jobs import client
 from raydpfl.privacy import Mechanism, Query, Sampling, calibration, noise_for
 from raydpfl.storage import files
 
@@ -292,6 +293,15 @@ def test_a_cache_at_an_address_or_none_named_is_private_too(tmp_path, monkeypatc
     private = files.cache_root()
     assert not private.is_relative_to(tmp_path)
     assert os.environ["RAYDPFL_CACHE"] == "s3://bucket/cache" and files.cache_root() == private
+
+
+def test_without_a_home_directory_the_cache_is_to_be_named(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", "RAYDPFL_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigError, match="RAYDPFL_CACHE = None: expected a folder, as this user"):
+        files.cache_root()
+    assert client._token() is None
 
 
 def test_a_private_cache_goes_with_its_process(tmp_path):
