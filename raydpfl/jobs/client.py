@@ -98,7 +98,8 @@ class JobServer:
             yield
         except ConfigError:
             raise
-        except (OSError, RuntimeError, ValueError) as error:
+        # the last three: what Ray makes of the answers of another service
+        except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             expected = f"the address of a Ray cluster's job server, such as {ADDRESS}"
             expected += f" ({_line(error)})"
             raise ConfigError("--address", self.address, expected) from None
@@ -393,7 +394,7 @@ def _token() -> str | None:
     if os.environ.get("RAY_AUTH_MODE", "token") not in ("", "token"):
         return None
     token_path = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(token_path or Path.home() / ".ray" / "auth_token")
+    path = Path(token_path or os.path.expanduser("~/.ray/auth_token"))
     token = os.environ.get("RAY_AUTH_TOKEN")
     return token or (path.read_text().strip() if token_path or path.exists() else None)
 

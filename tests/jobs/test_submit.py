@@ -1,5 +1,6 @@
 """`raydpfl submit` against a real head with job server and token, started by `ray start`."""
 
+import http.server
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -202,6 +204,21 @@ def test_an_address_without_a_job_server_is_refused_in_one_line(address, monkeyp
     expected = r"--address = .*: expected the address of a Ray cluster's job server, such as http"
     with pytest.raises(ConfigError, match=expected):
         submit.JobServer(address.format(free_ports(1)[0]))
+
+
+def test_another_service_at_the_address_is_refused_in_one_line(monkeypatch):
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"status": "ok"}')
+
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "")  # which `JobServer` sets
+    with http.server.HTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(ConfigError, match="expected the address of a Ray cluster's job server"):
+            submit.JobServer(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
 
 
 CACHES = [
