@@ -62,6 +62,14 @@ def test_a_command_whose_parent_ignores_sigint_is_stopped_by_it(command, tmp_pat
     assert process.returncode == 130 and "Traceback" not in said, said
 
 
+def test_a_command_in_a_folder_that_is_gone_says_so_in_one_line(tmp_path):
+    code = "import os; os.rmdir(os.getcwd()); from raydpfl.__main__ import main; main()"
+    (tmp_path / "gone").mkdir()
+    options = {"cwd": tmp_path / "gone", "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", code], **options)
+    assert (done.returncode, done.stderr) == (2, "raydpfl: the working directory is gone\n")
+
+
 def test_a_run_whose_parent_ignores_sigint_ends_after_its_round(tmp_path, start):
     config = tmp_path / "long.yaml"
     out = tmp_path / "out"
