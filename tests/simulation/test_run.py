@@ -473,6 +473,9 @@ def test_a_run_that_ended_while_another_prepared_is_not_overwritten(tmp_path):
     with pytest.raises(ConfigError, match="a new or empty directory"):
         run(experiment(rounds=2), tmp_path / "run", prepare=slow)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 1
+    (tmp_path / "run" / ".trackers.json.1").touch()  # as a kill leaves it
+    run(experiment(rounds=1), tmp_path / "run", resume=True)
+    assert not (tmp_path / "run" / ".trackers.json.1").exists()
 
 
 def test_a_directory_that_cannot_be_held_is_refused_in_one_line(tmp_path):
