@@ -34,6 +34,7 @@ from raydpfl.check import (
     bounding,
     claims,
     formulas,
+    hidden_state,
     local,
     measure,
     members,
@@ -67,8 +68,8 @@ __all__ = ["Clause", "check", "members_of", "render"]
 
 # The modules with the clauses of each family.
 CONTRACT: dict[str, tuple[ModuleType, ...]] = {
-    "bounding": (bounding,),
-    "local": (local,),
+    "bounding": (bounding, hidden_state),
+    "local": (local, hidden_state),
     "noise": (noise,),
     "weights": (weights,),
     "server": (server,),
@@ -222,7 +223,7 @@ def _examples(section: str, cls: Any, path: str, overrides: tuple[str, ...]) -> 
     ]
     for case in cases:
         try:
-            case.member  # noqa: B018 - made when asked for
+            case.first_state  # noqa: B018 - of the member, which is made
         except ConfigError as error:
             expected = f"settings of {path} in its class variable examples, each valid; {error}"
             raise ConfigError(f"{section}.examples", case.fields, expected) from None

@@ -18,6 +18,7 @@ from raydpfl.config.registry import choose
 from raydpfl.core.messages import View
 from raydpfl.errors import USER_EXCEPTIONS, ConfigError
 from raydpfl.experiment import Experiment, overridden
+from raydpfl.models.hidden_state import python_state
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.resolution import resolve
 
@@ -149,6 +150,11 @@ class Example:
             return models.parse(self.values)
         spec = SECTIONS[self.section]
         return choose(self.section, self.values, spec.family or {}, spec.base)
+
+    @cached_property
+    def first_state(self) -> dict[str, bytes]:
+        """What the member's class and file keep in Python when it is made."""
+        return python_state(self.member)
 
     @property
     def fields(self) -> dict[str, Any]:

@@ -184,6 +184,18 @@ class Mixing(Local):
         return x - at.lr * gradient.mean(0, keepdim=True).expand_as(gradient), state
 
 
+SEEN: list[float] = []
+
+
+class First(OneClip):
+    """Bounds by the first norm that it meets."""
+
+    def factor(self, norm: float, bound: float) -> float:
+        if not SEEN:
+            SEEN.append(norm)
+        return bound / (bound + norm + SEEN[0])
+
+
 class Half(OneGaussian):
     """Draws half the noise that it is told to."""
 
@@ -387,6 +399,7 @@ LIARS = {
     Growing: "state",
     Mixing: "rule",
     Tiring: "numbers",
+    First: "no shared state",
     Half: "std",
     Shared: "independent",
     Stinting: "as accounted",
