@@ -11,6 +11,7 @@ files are. It never changes:
 - `rows.arrow`, where clients share samples: `train.arrow` then has each sample once, and this for
   each row of each client, in client order, its row there; `first` is a row of this.
 - `test.arrow`, as `train.arrow`, in one batch.
+- `ids.arrow`: the id of each client, text, where the data name clients.
 - `held.arrow`: the number of validation rows of each client, where there are any.
 - `validation.arrow`, as `train.arrow`: the validation rows (`evaluate.validation`).
 - `data.json`: shape, classes (0: numbers), unseen, mean and std, and the description of the
@@ -28,6 +29,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ import pyarrow as pa
 from raydpfl.config.registry import code_digests
 from raydpfl.data.shard_files import BATCH_BYTES, RowWriter, rows_batch, write_batch
 from raydpfl.data.source_checks import add_checks, source_errors
-from raydpfl.data.sources import Data, Split
+from raydpfl.data.sources import Data, InMemoryData, Split
 from raydpfl.data.validation_split import HeldOutRows, hold_out_rows, per_client
 from raydpfl.errors import ConfigError
 from raydpfl.storage.arrow import pack_column
@@ -101,6 +103,8 @@ def _identity(data: Data, seed: int, root: Path | None, validation: Validation) 
         "sources": data.identity(root),
         "code": code_digests(data),
     }
+    if isinstance(data, InMemoryData) and data.partition.by == "client":
+        facts["ids"] = "of clients"
     return facts | ({"validation": validation, "held": "by client"} if validation else {})
 
 
@@ -161,6 +165,7 @@ def _write(
 ) -> None:
     """Writes all files but `digests.json`. `row_seed`: of rows that are not written."""
     sizes = holdout.sizes if holdout else split.sizes
+    ids = split.ids
     counts = _Counts(len(sizes), 0 if split.targets else split.classes)
     if row_seed is None:
         write = _write_shared_samples if split.at and split.samples else _write_rows
@@ -171,11 +176,14 @@ def _write(
         sizes = sizes[client_mask]
         counts.classes = counts.classes[client_mask]
         counts.commonest_rows = counts.commonest_rows[client_mask]
+        ids = ids and list(compress(ids, client_mask))
     test = rows_batch(*split.test())
     write_batch(folder / "test.arrow", test)
     columns = {"first": np.cumsum(sizes) - sizes, "size": sizes}
     clients = {name: pack_column(column, pa.int64()) for name, column in columns.items()}
     write_batch(folder / "clients.arrow", pa.record_batch(clients))
+    if ids is not None:
+        write_batch(folder / "ids.arrow", pa.record_batch({"id": ids}))
     if holdout:
         write_batch(folder / "held.arrow", pa.record_batch({"rows": counts.validation}))
     unseen = np.flatnonzero(counts.class_rows == 0) if row_seed is None else np.zeros(0)

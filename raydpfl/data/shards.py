@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from raydpfl.data.row_readers import (
     ClientTable,
@@ -136,6 +137,14 @@ class Shards:
             start += len(y)
         x, y = (np.concatenate(column) for column in zip(*parts, strict=True))
         return self.decode(x, y)
+
+    def ids(self) -> list[str] | None:
+        """The id of each client, as the data have it; None: the data name no clients."""
+        path = self.folder / "ids.arrow"
+        if not path.exists():
+            return None
+        with pa.memory_map(str(path)) as file:
+            return pa.ipc.open_file(file).read_all()["id"].to_pylist()
 
     def chunk(
         self,

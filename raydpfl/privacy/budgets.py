@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,21 +45,30 @@ class BudgetDistribution(Member):
         default=0.0, ge=0, le=1, description="probability of a public client, with no limit"
     )
 
-    def draw(self, seed: int, clients: int, root: Path | None = None) -> np.ndarray:
-        """Epsilons float64 [clients]; infinite for public clients. Raises `ConfigError` if the
-        distribution gives no numbers, or a file under `root`, the folder of data sets, lacks them.
+    def draw(
+        self,
+        seed: int,
+        clients: int,
+        root: Path | None = None,
+        ids: Sequence[str] | None = None,
+    ) -> np.ndarray:
+        """Epsilons float64 [clients]; infinite for public clients. `ids`: of the clients; None:
+        their numbers. Raises `ConfigError` if the distribution gives no numbers, or a file under
+        `root`, the folder of data sets, lacks them.
         """
         words = stream(seed, Purpose.BUDGET).bit_generator.random_raw(4 * clients)
         words = words.reshape(clients, 4)[:, :3]
         uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # never 0, never 1
-        budgets = np.maximum(self.budgets(uniform[:, 1:], root), self.floor)
+        budgets = np.maximum(self.budgets(uniform[:, 1:], root, ids), self.floor)
         if np.isnan(budgets).any():
             expected = "a distribution that gives numbers; this one has no mass above 0"
             raise ConfigError(FIELD, self.model_dump(), expected)
         budgets[uniform[:, 0] < self.public] = math.inf
         return budgets
 
-    def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
+    def budgets(
+        self, uniform: np.ndarray, root: Path | None, ids: Sequence[str] | None
+    ) -> np.ndarray:
         """Epsilons float64 [clients], made of `uniform` float64 [clients, 2], numbers in (0, 1)."""
         raise NotImplementedError
 
@@ -76,7 +86,9 @@ class ConstantBudget(BudgetDistribution):
             raise ConfigError(f"{FIELD}.epsilon", self.epsilon, expected)
         return self
 
-    def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
+    def budgets(
+        self, uniform: np.ndarray, root: Path | None, ids: Sequence[str] | None
+    ) -> np.ndarray:
         return np.full(len(uniform), self.epsilon)
 
 
@@ -94,7 +106,9 @@ class UniformBudgets(BudgetDistribution):
             raise ConfigError(f"{FIELD}.high", self.high, expected)
         return self
 
-    def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
+    def budgets(
+        self, uniform: np.ndarray, root: Path | None, ids: Sequence[str] | None
+    ) -> np.ndarray:
         return self.low + (self.high - self.low) * uniform[:, 0]
 
 
@@ -116,7 +130,9 @@ class MixtureOfBudgets(BudgetDistribution):
         min_length=1, description="weight, mean and std of each; negative values are drawn again"
     )
 
-    def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
+    def budgets(
+        self, uniform: np.ndarray, root: Path | None, ids: Sequence[str] | None
+    ) -> np.ndarray:
         # Rejection leaves component i with a probability proportional to w_i P[X_i > 0], and X_i
         # with its distribution above 0.
         from scipy.special import log_ndtr, ndtri_exp
@@ -143,11 +159,13 @@ class ColumnOfBudgets(BudgetDistribution):
     column: str = Field(default="epsilon", description="of epsilons, inf for a public client")
     client: str | None = Field(
         default=None,
-        description="column of ids, numbered in sorted order, in rows that agree; none: row k is "
-        "client k's",
+        description="column of ids, as data.client has them with partition natural, else of client "
+        "numbers, in rows that agree; none: row k is client k's",
     )
 
-    def budgets(self, uniform: np.ndarray, root: Path | None) -> np.ndarray:
+    def budgets(
+        self, uniform: np.ndarray, root: Path | None, ids: Sequence[str] | None
+    ) -> np.ndarray:
         columns = clients_table(FIELD, self.path, root, column=self.column, client=self.client)
         epsilons = numbers(f"{FIELD}.column", self.column, columns["column"])
         rows = np.flatnonzero(~(epsilons > 0))
@@ -160,14 +178,18 @@ class ColumnOfBudgets(BudgetDistribution):
             text += f"which asks for {epsilons[rows[0]]:g}"
             log.warning("budgets below %s.floor are raised to %g: %s", FIELD, self.floor, text)
         if self.client is not None:
-            ids, firsts, number = np.unique(
-                columns["client"], return_index=True, return_inverse=True
-            )
-            rows = np.flatnonzero(epsilons != epsilons[firsts][number])
+            row_ids = list(map(str, columns["client"].tolist()))
+            budget_by_id = dict(zip(row_ids, epsilons.tolist(), strict=True))
+            rows = np.flatnonzero(epsilons != [budget_by_id[name] for name in row_ids])
             if len(rows):
-                expected = f"one budget for each client; client {ids[number[rows[0]]]} has several"
+                expected = f"one budget for each client; client {row_ids[rows[0]]} has several"
                 raise ConfigError(f"{FIELD}.column", self.column, expected)
-            epsilons = epsilons[firsts]
+            names = list(map(str, range(len(uniform)) if ids is None else ids))
+            absent = [name for name in names if name not in budget_by_id]
+            if absent:
+                expected = f"ids of all clients; {len(absent)} lack a row, the first {absent[0]!r}"
+                raise ConfigError(f"{FIELD}.client", self.client, expected)
+            return np.array([budget_by_id[name] for name in names])
         if len(epsilons) != len(uniform):
             expected = f"a budget for each of the {len(uniform)} clients; it has {len(epsilons)}"
             raise ConfigError(f"{FIELD}.path", self.path, expected)

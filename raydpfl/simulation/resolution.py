@@ -117,7 +117,8 @@ def resolve(
         check_counts(local, sizes)
         samples = np.maximum(sizes, 1)  # a client without samples is never drawn
         batches = local.batch_sizes(samples)
-        variances = partial(experiment.noise.variances, seed, samples, batches, data_root)
+        ids = shards.ids()
+        variances = partial(experiment.noise.variances, seed, samples, batches, data_root, ids)
         table = selection.table(len(sizes), data_root)
         population = Population(sizes, selection.costs(d, variances), table)
         cohorts = selection.sampling(population)
@@ -150,9 +151,10 @@ def resolve(
             surveys=rounds // interval,
             calibrated_surveys=calibrated_rounds // interval,
             data_root=data_root,
+            ids=ids,
         )
         mechanism = noise.calibrated(outline, facts)
-        individual = _individual_budgets(experiment, setting, cohorts, population, data_root)
+        individual = _individual_budgets(experiment, cohorts, facts)
     # the noise of a virtual cohort is scaled down to the clients that are simulated
     stds = mechanism.sum_stds(cohorts.cohort) if mechanism else {}
     experiment = experiment.model_copy(update={"client": client, "model": model, "noise": noise})
@@ -181,16 +183,13 @@ def resolve(
 
 
 def _individual_budgets(
-    experiment: Experiment,
-    setting: Setting,
-    cohorts: Sampling,
-    population: Population,
-    data_root: Path | None,
+    experiment: Experiment, cohorts: Sampling, facts: RunFacts
 ) -> IndividualBudgets | None:
     """Clients' own budgets. Raises `ConfigError` where they spend by more than norms."""
     budget_spec = experiment.privacy.individual
     if budget_spec is None:
         return None
+    setting = facts.setting
     refusals = {
         "noise that is Gaussian, on sums of updates, independent in every round and of those that "
         "run": not experiment.noise.by_norms(),
@@ -207,7 +206,7 @@ def _individual_budgets(
             raise ConfigError("privacy.individual", str(budget_spec), f"none without {expected}")
     with rename_fields(lambda name: name.replace("noise.epsilon", "privacy.individual")):
         epsilons = budgets.distribution(budget_spec).draw(
-            experiment.seed, len(population), data_root
+            facts.seed, len(facts.sizes), facts.data_root, facts.ids
         )
     terms = experiment.terms
     return IndividualBudgets(epsilons, terms.delta, terms.relation)

@@ -88,7 +88,8 @@ def test_a_column_of_any_table_file_gives_the_budgets_and_inf_is_public(suffix, 
     assert parse(law).draw(0, 4).tolist() == [0.5, math.inf, 0.01, 4.0]
     assert "below noise.epsilon.floor are raised to 0.01: 1 of" in caplog.text
     assert "the first in row 2, which asks for 0.001" in caplog.text
-    assert parse(law | {"client": "who"}).draw(0, 4).tolist() == [math.inf, 0.01, 0.5, 4.0]
+    by_id = parse(law | {"client": "who"}).draw(0, 3, ids=["40", "10", "30"])
+    assert by_id.tolist() == [4.0, math.inf, 0.5]
     there = parse({**law, "path": path.name}).draw(0, 4, root=tmp_path)
     assert there.tolist() == [0.5, math.inf, 0.01, 4.0]
 
@@ -99,7 +100,7 @@ def test_a_table_with_a_row_per_sample_says_each_clients_budget_once(tmp_path):
         tmp_path / "t.parquet",
     )
     law = {"kind": "column", "path": "t.parquet", "client": "name"}
-    assert parse(law).draw(0, 2, root=tmp_path).tolist() == [2.0, 1.0]
+    assert parse(law).draw(0, 2, tmp_path, ["a", "b"]).tolist() == [2.0, 1.0]
     with pytest.raises(ConfigError, match="one budget for each client; client b has several"):
         parse(law | {"column": "torn"}).draw(0, 2, root=tmp_path)
 

@@ -1,9 +1,10 @@
 """Clients that leave by budgets of their own, in a run."""
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import experiment
+from conftest import experiment, refusal
 
 from raydpfl import privacy, run
 from raydpfl.check.runs import run_plan
@@ -73,6 +74,40 @@ def test_what_clients_had_spent_cannot_be_lost_by_fresh_noise(tmp_path):
     run_plan(plan, tmp_path, stop_round=2)
     with pytest.raises(ConfigError, match=r"none with privacy\.individual"):
         Coordinator(plan, str(tmp_path), resume=True, fresh_noise=True).start()
+
+
+@pytest.mark.parametrize("validation", [0.0, {"clients": 0.2}])
+@pytest.mark.parametrize("at_steps", [True, False])
+def test_a_budget_is_looked_up_by_the_id_that_the_data_have(at_steps, validation, tmp_path):
+    ids = np.repeat(np.arange(12), np.arange(1, 13))  # client k has k + 1 rows, and epsilon k + 1
+    columns = {"a": np.arange(78.0), "label": np.arange(78) % 2, "user": list(map(str, ids))}
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    rows = "".join(f"{k},{k + 1}\n" for k in range(12))
+    (tmp_path / "budgets.csv").write_text(f"user,epsilon\n{rows}")
+    budgets = {"kind": "column", "path": "budgets.csv", "client": "user"}
+    sections = {
+        "data": {
+            "kind": "table", "train": "t.parquet", "test": "t.parquet", "x": "a",
+            "client": "user", "partition": {"kind": "natural", "least": 3},
+        },
+        "evaluate": {"validation": validation},
+        "privacy": {"individual": budgets},
+        "selection": {"kind": "uniform", "cohort": 4},
+    }  # fmt: skip
+    if at_steps:
+        sections |= {
+            "privacy": {},
+            "selection": {"kind": "privacy_aware", "cohort": 4},
+            "bounding": {"kind": "per_sample_clip", "bound": 1.0},
+            "noise": {"kind": "gaussian", "delta": 1e-3, "epsilon": budgets},
+        }
+    plan = resolve(experiment(**sections), tmp_path)
+    epsilons = plan.mechanism.claims if at_steps else plan.individual.epsilons
+    assert len(epsilons) == (8 if validation else 10)
+    assert epsilons.tolist() == plan.population.sizes.tolist()
+    (tmp_path / "budgets.csv").write_text(f"user,epsilon\n{rows.replace('5,6', 'x,6')}")
+    with refusal("client = 'user': expected ids of all clients; 1 lack a row, the first '5'"):
+        resolve(experiment(**sections), tmp_path)
 
 
 def test_a_poisson_cohort_stays_amplified_and_a_plan_says_what_budgets_hold():

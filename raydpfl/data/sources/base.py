@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,6 +55,7 @@ class Split:
         tokens: x is whole numbers below it; 0: x is no tokens.
         targets: the shape of the targets of one sample.
         names: of the classes, or of the targets, where they have any.
+        ids: of the clients, as the data have them; None: the data name no clients.
         without: the same, learnt without these samples, int64; None: nothing is learnt of any.
     """
 
@@ -72,6 +73,7 @@ class Split:
     tokens: int = 0
     targets: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    ids: Sequence[str] | None = None
     without: Callable[[np.ndarray], Split] | None = None
 
 
@@ -86,6 +88,7 @@ class Samples:
         client: int64 [rows], who holds each training row; None: the rows do not tell.
         target: what y is; None: as many classes as the largest y says, or numbers.
         tokens: see `Split`; None: as many as the largest x says.
+        ids: of the clients that `client` numbers; None: the numbers are their ids.
     """
 
     x: np.ndarray
@@ -95,6 +98,7 @@ class Samples:
     client: np.ndarray | None = None
     target: Target | None = None
     tokens: int | None = None
+    ids: Sequence[str] | None = None
 
     def known_target(self) -> Target:
         """What y is."""
@@ -320,6 +324,12 @@ class InMemoryData(SizedData):
         def at(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             return dataset.x[indices], dataset.y[indices]
 
+        ids = None
+        if self.partition.by == "client" and dataset.client is not None and sizes.all():
+            owners = dataset.client[order]
+            firsts = owners[ends[:-1]].tolist()
+            if (owners == np.repeat(firsts, sizes)).all():
+                ids = [str(k) if dataset.ids is None else dataset.ids[k] for k in firsts]
         mean, std = self.constants()
         target = dataset.known_target()
         return Split(
@@ -336,4 +346,5 @@ class InMemoryData(SizedData):
             tokens=dataset.known_tokens(),
             targets=target.shape,
             names=target.names,
+            ids=ids,
         )

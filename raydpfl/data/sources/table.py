@@ -251,8 +251,10 @@ class Tabular(InMemoryData):
                 if part == "test" and client is not None:
                     expected += ", or a file of test rows: each client keeps one row"
                 raise ConfigError(f"data.{part}", getattr(self, part, None), expected)
+        ids = None
         if client is not None:
-            client = np.unique(client, return_inverse=True)[1].astype(np.int64)
+            names, client = np.unique(client, return_inverse=True)
+            ids = list(map(str, names.tolist()))
         if encoder is None:
             x, test_x = cast_inputs(x, test_x, self.x, self.dtype, is_list(train[self.x[0]]))
             self._check_numbers(x, test_x, train.name)
@@ -260,7 +262,8 @@ class Tabular(InMemoryData):
             target = Target(y.shape[1:], encoder.size)
         else:
             y, test_y, target = self._targets(train, y, test_y)
-        return Samples(x, y, test_x, test_y, client, target, encoder.size if encoder else None)
+        tokens = encoder.size if encoder else None
+        return Samples(x, y, test_x, test_y, client, target, tokens, ids)
 
     def _rows(
         self, columns: Columns, encoder: Encoder | None

@@ -102,7 +102,7 @@ class Text(InMemoryData):
         client = np.concatenate(owners)
         x, y = self._pairs(train, len(alphabet))
         test_x, test_y = self._pairs(test, len(alphabet))
-        return Samples(x, y, test_x, test_y, client, target, tokens=len(alphabet) + 1)
+        return Samples(x, y, test_x, test_y, client, target, len(alphabet) + 1, sorted(codes))
 
     def texts_by_client(self, root: Path | None) -> dict[str, str]:
         """What each client has written, by its name. Raises `ConfigError`."""

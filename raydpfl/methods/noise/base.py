@@ -1,7 +1,7 @@
 """The base of the noises: what a member draws, and what accountants take of it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -43,6 +43,7 @@ class RunFacts:
     surveys: int = 0  # histograms of all clients that a guarantee composes with the rounds
     calibrated_surveys: int = 0  # of these, those that an epsilon is for
     data_root: Path | None = None  # the folder of data sets; None: the default
+    ids: Sequence[str] | None = None  # of clients, as the data have them; None: their numbers
 
 
 @dataclass(frozen=True)
@@ -374,11 +375,16 @@ class Noise(Member):
         return replace(outline, queries=queries, rounds=facts.rounds).with_surveys(facts.surveys)
 
     def variances(
-        self, seed: int, sizes: np.ndarray, batches: np.ndarray, root: Path | None
+        self,
+        seed: int,
+        sizes: np.ndarray,
+        batches: np.ndarray,
+        root: Path | None,
+        ids: Sequence[str] | None,
     ) -> np.ndarray | None:
         """V_k of 003 eq. 7, float64 [N]: the variance of each client's noise for one local step and
         a bound of 1, of its `sizes` and the rows of its `batches`, int64 [N]; None: clients have no
-        budgets. `seed` is of the run, `root` the folder of data sets.
+        budgets. `seed` is of the run, `root` the folder of data sets, `ids` as in `RunFacts`.
         """
         return None
 

@@ -1,7 +1,7 @@
 """Gaussian noise, independent over the rounds: on sums, or at each client's local steps."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -236,7 +236,7 @@ class Gaussian(Noise):
             np.add.at(counts, clients, 1)
         step_arguments |= {
             "participations": counts,
-            "budgets": self._budgets(facts.seed, len(facts.sizes), facts.data_root),
+            "budgets": self._budgets(facts.seed, facts.sizes, facts.data_root, facts.ids),
             "calibration": self.calibration,
         }
 
@@ -246,19 +246,26 @@ class Gaussian(Noise):
         return on_sums.calibrate_first(facts.setting, accountants, calibrate, "paper or tcdp")
 
     def variances(
-        self, seed: int, sizes: np.ndarray, batches: np.ndarray, root: Path | None
+        self,
+        seed: int,
+        sizes: np.ndarray,
+        batches: np.ndarray,
+        root: Path | None,
+        ids: Sequence[str] | None,
     ) -> np.ndarray | None:
         if self.drawn_by() != "step" or self.epsilon is None:
             return None
-        budgets = self._budgets(seed, len(sizes), root)
+        budgets = self._budgets(seed, sizes, root, ids)
         return privacy.budget_variance(budgets, self.delta, batch=batches, samples=sizes)
 
-    def _budgets(self, seed: int, clients: int, root: Path | None) -> np.ndarray:
+    def _budgets(
+        self, seed: int, sizes: np.ndarray, root: Path | None, ids: Sequence[str] | None
+    ) -> np.ndarray:
         """The budget of every client: epsilon, float64 [N]; infinite for a public client."""
         if isinstance(self.epsilon, int | float):
-            return np.full(clients, float(self.epsilon))
+            return np.full(len(sizes), float(self.epsilon))
         assert self.epsilon is not None
-        return self.epsilon.draw(seed, clients, root)
+        return self.epsilon.draw(seed, len(sizes), root, ids)
 
     # --- a virtual cohort ---
 
