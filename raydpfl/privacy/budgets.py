@@ -144,7 +144,8 @@ class MixtureOfBudgets(BudgetDistribution):
         log_chance = np.log(weight) + log_positive
         chance = np.exp(log_chance - log_chance.max())
         part = np.searchsorted(chance.cumsum()[:-1] / chance.sum(), uniform[:, 0], side="right")
-        return mean[part] - std[part] * ndtri_exp(np.log(uniform[:, 1]) + log_positive[part])
+        budgets = mean[part] - std[part] * ndtri_exp(np.log(uniform[:, 1]) + log_positive[part])
+        return np.where(np.isfinite(budgets), budgets, math.nan)
 
 
 class ColumnOfBudgets(BudgetDistribution):

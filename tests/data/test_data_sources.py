@@ -238,8 +238,12 @@ def test_what_is_wrong_with_a_table_is_said_in_one_line(keys, message, tmp_path)
         "half": [0, 0.5, 1, 1],
         "image": [encoded(np.zeros((2, 2), np.uint8)), b"x", b"y", b"z"],
         "who": list("aabb"),
+        "part": ["test", "train", "train", "test"],
+        "v": [[0.0, 1.0]] * 4,
     }
     write_table(tmp_path, **columns)
+    wide = {"a": [0.0, np.nan], "half": [0.0, 1.0], "label": [0, 1], "v": [[0.0, 1.0, 2.0]] * 2}
+    pq.write_table(pa.table(wide), tmp_path / "wide.parquet")
     (tmp_path / "broken.parquet").write_bytes(b"nonsense")
     with refusal(begins=message):
         table(**({"train": "t.parquet", "x": "a"} | keys)).split(0, tmp_path)
@@ -249,7 +253,8 @@ def test_what_is_wrong_with_a_table_is_said_in_one_line(keys, message, tmp_path)
 @pytest.mark.filterwarnings("error")
 def test_arrays_of_a_wrong_shape_or_range_are_refused_in_one_line(name, column, message, tmp_path):
     arrays = {"x": np.zeros((4, 2)), "label": np.array([0, 1, 0, 1]), "who": np.array([0, 0, 1, 1])}
-    np.savez(tmp_path / "t.npz", **(arrays | {name: np.array(column)}))
+    kind = "datetime64[D]" if "NaT" in str(column) else None
+    np.savez(tmp_path / "t.npz", **(arrays | {name: np.array(column, kind)}))
     with refusal(f"^{re.escape(message)}$"):
         table(train="t.npz", x="x", client="who", partition={"kind": "natural"}).split(0, tmp_path)
 

@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from conftest import messages
+from conftest import messages, refusal
 
 from raydpfl.errors import ConfigError
+from raydpfl.methods.selection import FAMILY, Population
 from raydpfl.methods.selection.privacy_aware_solver import solve, solve_cvxpy
 
 
@@ -213,3 +214,12 @@ def test_probabilities_and_costs_that_cannot_be_are_refused_by_name(unbiased, co
     for solver in (solve, solve_cvxpy):
         with pytest.raises(ConfigError, match=f"^{field} = "):
             solver(unbiased, cost)
+
+
+def test_a_scale_at_which_cvxpy_finds_no_optimum_is_refused():
+    chosen = FAMILY["privacy_aware"](cohort=2, scale=1e15, solver="cvxpy")
+    population = Population(np.array([5, 10, 20]), np.array([1e3, 3e3, 1e4]))
+    with refusal(
+        r"selection.scale = 1000000000000000.0: expected one at which cvxpy finds an optimum"
+    ):
+        chosen.draw_probabilities(population)

@@ -187,6 +187,11 @@ def test_poisson_pld_is_at_most_fixed_pld_is_at_most_fixed_rdp(draw):
     assert second <= third * (1 + 1e-3) + 1e-6
 
 
+def test_rdp_gives_a_delta_where_there_is_hardly_any_divergence():
+    event = at_mu("poisson", 1e-9, 10, 5, 2).event("add_remove")
+    assert 0 < ACCOUNTANTS["rdp"].delta_of(event, 0.0, 2) < 1e-7
+
+
 class WithoutWorst(SamplingWithReplacement):
     """Draws with replacement, of whose worst cohorts nothing is said."""
 

@@ -240,13 +240,15 @@ class Tabular(InMemoryData):
             if test_x.shape[1:] != x.shape[1:]:
                 expected = f"samples like those of {train.name}: {x.shape[1:]}"
                 raise ConfigError("data.test", test.name, f"{expected}, not {test_x.shape[1:]}")
+            rows, test_rows = np.arange(len(x)), np.arange(len(test_x))
         else:
-            train_mask, test_mask = self._split_rows(train, len(y), client, seed)
-            test_x, test_y = x[test_mask], y[test_mask]
-            x, y = x[train_mask], y[train_mask]
-            client = None if client is None else client[train_mask]
-        for part, rows in (("train", y), ("test", test_y)):
-            if not len(rows):
+            test = train
+            rows, test_rows = map(np.flatnonzero, self._split_rows(train, len(y), client, seed))
+            test_x, test_y = x[test_rows], y[test_rows]
+            x, y = x[rows], y[rows]
+            client = None if client is None else client[rows]
+        for part, count in (("train", len(y)), ("test", len(test_y))):
+            if not count:
                 expected = f"a table that leaves at least one row to {part}"
                 if part == "test" and client is not None:
                     expected += ", or a file of test rows: each client keeps one row"
@@ -257,11 +259,14 @@ class Tabular(InMemoryData):
             ids = list(map(str, names.tolist()))
         if encoder is None:
             x, test_x = cast_inputs(x, test_x, self.x, self.dtype, is_list(train[self.x[0]]))
-            self._check_numbers(x, test_x, train.name)
+            self._check_numbers((x, rows, train.name), (test_x, test_rows, test.name))
         if encoder is not None and self._predicts_next_token:
             target = Target(y.shape[1:], encoder.size)
         else:
             y, test_y, target = self._targets(train, y, test_y)
+            if test_y.shape[1:] != y.shape[1:]:
+                expected = f"targets like those of {train.name}: {y.shape[1:]}"
+                raise ConfigError("data.test", test.name, f"{expected}, not {test_y.shape[1:]}")
         tokens = encoder.size if encoder else None
         return Samples(x, y, test_x, test_y, client, target, tokens, ids)
 
@@ -287,7 +292,7 @@ class Tabular(InMemoryData):
         else:
             y = labels([columns[name] for name in self.targets], self.targets, "data.y")
         client = named_array(columns, owner, "data.client") if owner else None
-        if client is not None and client.dtype.kind == "f" and not np.isfinite(client).all():
+        if client is not None and client.dtype.kind in "fmM" and not np.isfinite(client).all():
             row = np.argmin(np.isfinite(client))
             expected = f"a column without gaps; row {row} of {columns.name} is one"
             raise ConfigError("data.client", owner, expected)
@@ -342,11 +347,13 @@ class Tabular(InMemoryData):
         names = target.names or (class_names if uses_class_names else ()) or target_names
         return y, test_y, replace(target, names=tuple(names))
 
-    def _check_numbers(self, x: np.ndarray, test_x: np.ndarray, file: str) -> None:
-        """Raises `ConfigError` for inputs that are not finite, and constants for no images."""
-        for array in (x, test_x):
-            if array.dtype == np.float32 and not np.isfinite(array).all():
-                row = int(np.argwhere(~np.isfinite(array))[0, 0])
+    def _check_numbers(self, *parts: tuple[np.ndarray, np.ndarray, str]) -> None:
+        """Raises `ConfigError` for inputs that are not finite, and constants for no images; of each
+        of `parts` these are the inputs, their rows in a file, int64, and its name.
+        """
+        for x, rows, file in parts:
+            if x.dtype == np.float32 and not np.isfinite(x).all():
+                row = rows[np.argwhere(~np.isfinite(x))[0, 0]]
                 expected = f"finite numbers; row {row} of {file} has another"
                 raise ConfigError("data.x", self.x, expected)
         if self.mean and (x.dtype != np.uint8 or len(self.mean) != x.shape[1]):

@@ -1,5 +1,7 @@
 """How the noise goes on from round to round."""
 
+import math
+
 from pydantic import Field, model_validator
 
 from raydpfl.config.registry import Section
@@ -39,4 +41,7 @@ class NoiseSchedule(Section):
     def at(self, t: int) -> float:
         """The factor of round t, from 0."""
         _, phase = max((phase for phase in self.phases if phase[0] <= t), default=(0, 1.0))
-        return phase * self.decay ** (t // self.every)
+        try:
+            return phase * self.decay ** (t // self.every)
+        except OverflowError:
+            return math.inf

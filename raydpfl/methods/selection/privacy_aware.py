@@ -48,5 +48,11 @@ class PrivacyAware(WithReplacement):
         if self.solver == "exact":
             p[has_data] = solve(shares, cost).probabilities
             return p
-        p[has_data] = np.maximum(solve_cvxpy(shares, cost), 0)
+        import cvxpy
+
+        try:
+            p[has_data] = np.maximum(solve_cvxpy(shares, cost), 0)
+        except cvxpy.SolverError:
+            expected = "one at which cvxpy finds an optimum; or selection.solver exact"
+            raise ConfigError("selection.scale", self.scale, expected) from None
         return p / p.sum()

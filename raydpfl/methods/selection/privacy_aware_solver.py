@@ -185,6 +185,8 @@ def solve_cvxpy(unbiased: ArrayLike, cost: ArrayLike) -> np.ndarray:
         tolerances = dict.fromkeys(("tol_gap_abs", "tol_gap_rel", "tol_feas"), tolerance)
         problem = cvxpy.Problem(cvxpy.Minimize(function), simplex)
         problem.solve(solver=cvxpy.CLARABEL, **tolerances)
+        if spread.value is None:
+            raise cvxpy.SolverError(problem.status)
 
     minimise(distance + cvxpy.norm(spread, 2), 1e-10)
     for _ in range(4):

@@ -34,7 +34,10 @@ class Rdp(Accountant):
     def delta_of(self, event: Event, epsilon: float, count: int) -> float:
         from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 
-        return float(compute_delta(rdp.ORDERS, _total_divergences(event, count), epsilon)[0])
+        total = _total_divergences(event, count)
+        # it takes log(1 - e^-r), and e^-r is 1 at a lower r
+        total = np.where(total > 0, np.maximum(total, 2.0**-52), total)
+        return float(compute_delta(rdp.ORDERS, total, epsilon)[0])
 
     def together(self, parts: Sequence[Part], delta: float) -> float:
         total = np.sum([_total_divergences(*part) for part in parts], axis=0)
