@@ -19,6 +19,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
+from raydpfl.storage.arrow import numbers
+
 
 def path(part: str) -> Path:
     return Path(__file__).parent / f"fashion_mnist_mini_{part}.parquet"
@@ -28,5 +30,5 @@ def read(part: str) -> tuple[np.ndarray, np.ndarray]:
     """Images uint8 [n, 1, 28, 28] and labels int64 [n] of `part`, train or test."""
     table = pq.ParquetFile(path(part)).read()
     pixels = table["pixels"].combine_chunks()
-    labels = table["label"].to_numpy().astype(np.int64)
+    labels = numbers(table["label"].combine_chunks()).astype(np.int64)
     return np.frombuffer(pixels.buffers()[1], np.uint8).reshape(-1, 1, 28, 28), labels
