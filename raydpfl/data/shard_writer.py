@@ -39,14 +39,14 @@ import pyarrow as pa
 from raydpfl.config.registry import code_digests
 from raydpfl.data.shard_files import BATCH_BYTES, RowWriter, rows_batch, write_batch
 from raydpfl.data.source_checks import add_checks, source_errors
-from raydpfl.data.sources import Data, InMemoryData, Split
+from raydpfl.data.sources import Data, Split
 from raydpfl.data.validation_split import HeldOutRows, hold_out_rows, per_client
 from raydpfl.errors import ConfigError
 from raydpfl.storage.arrow import pack_column
 from raydpfl.storage.cache import fill_folder, is_intact
 from raydpfl.storage.files import STILL, cache_root
 
-FORMAT = 4
+FORMAT = 5
 GENERATED_BYTES = 8 << 30  # of rows: beyond, they are generated whenever read, if the source can
 
 Validation = float | Mapping[str, float]
@@ -103,8 +103,6 @@ def _identity(data: Data, seed: int, root: Path | None, validation: Validation) 
         "sources": data.identity(root),
         "code": code_digests(data),
     }
-    if isinstance(data, InMemoryData) and data.partition.by == "client":
-        facts["ids"] = "of clients"
     return facts | ({"validation": validation, "held": "by client"} if validation else {})
 
 
