@@ -634,35 +634,30 @@ def mixture(parts: Sequence[tuple[float, Sequence[CurvePair]]]) -> tuple[CurvePa
     return tuple((mean([up for up, _ in d]), mean([down for _, down in d])) for d in directions)
 
 
-def distributions(pairs: Sequence[CurvePair], tail: float = _TAIL) -> tuple[LossDistribution, ...]:
-    """The losses of a round's directions on the first one's grid, at most `tail` at infinity."""
-    loss = discretise(*pairs[0], tail)
-    n = len(loss.masses) // 2
-    return loss, *(_on_grid(*pair, loss.step, n) for pair in pairs[1:])
-
-
-def losses_with_gaussian(
-    pairs: Sequence[CurvePair], period: int, gaussian_mu: float, tail: float = _TAIL
+def distributions(
+    pairs: Sequence[CurvePair], tail: float = _TAIL, gaussian_mu: float = 0.0, period: int = 1
 ) -> tuple[LossDistribution, ...]:
-    """For every direction of a round, its loss and that of a Gaussian over everyone of mu
-    `gaussian_mu`, on the grid that suits one of the latter with `period` of the former. A step h
-    far above the std s of the former raises their variance from s^2 to about h s sqrt(2 / pi), kept
-    below 1e-4 of the whole.
+    """The losses of a round's directions on one grid, that which suits the first, at most `tail` at
+    infinity. With `gaussian_mu` each has `also` that of a Gaussian over everyone of this mu, and
+    the grid suits one of it with `period` rounds: a step h far above the std s of a round raises
+    the variance from s^2 to about h s sqrt(2 / pi), kept below 1e-4 of the whole.
     """
-    gaussian = partial(gaussian_delta, mu=gaussian_mu)
-    up, down = pairs[0]
-    loss = discretise(up, down, tail)
-    reach = _reach(gaussian, tail)
-    s = loss.std()
-    growth = 1e-4 * (period * s**2 + gaussian_mu**2) / (period * s * math.sqrt(2 / math.pi))
-    suitable_step = min(gaussian_mu / _STEPS_PER_STD, growth)
-    step = max(loss.step, suitable_step, reach / _MOST_POINTS)
-    gaussian_loss = _on_grid(gaussian, gaussian, step, math.ceil(reach / step))
-    if step == loss.step:
-        rest = (_on_grid(*pair, step, len(loss.masses) // 2) for pair in pairs[1:])
-        return tuple(replace(loss, also=gaussian_loss) for loss in (loss, *rest))
-    n = math.ceil(max(_reach(up, tail), _reach(down, tail)) / step)
-    return tuple(replace(_on_grid(*pair, step, n), also=gaussian_loss) for pair in pairs)
+    loss = discretise(*pairs[0], tail)
+    step, n = loss.step, len(loss.masses) // 2
+    gaussian_loss = None
+    if gaussian_mu:
+        gaussian = partial(gaussian_delta, mu=gaussian_mu)
+        reach = _reach(gaussian, tail)
+        s = loss.std()
+        growth = 1e-4 * (period * s**2 + gaussian_mu**2) / (period * s * math.sqrt(2 / math.pi))
+        suitable_step = min(gaussian_mu / _STEPS_PER_STD, growth)
+        step = max(step, suitable_step, reach / _MOST_POINTS)
+        gaussian_loss = _on_grid(gaussian, gaussian, step, math.ceil(reach / step))
+    if step > loss.step:
+        n = math.ceil(max(_reach(curve, tail) for curve in pairs[0]) / step)
+        loss = _on_grid(*pairs[0], step, n)
+    losses = (loss, *(_on_grid(*pair, step, n) for pair in pairs[1:]))
+    return tuple(replace(one, also=gaussian_loss) for one in losses)
 
 
 def composed_epsilon(parts: Sequence[tuple[Sequence[CurvePair], int]], delta: float) -> float:

@@ -38,7 +38,7 @@ class Rounds:
         curves: the curves of a round by mu, as `SamplingScheme.curves` gives them.
         mus: sensitivity / std of each round, float64 [T], above 0.
         convex: whether the curves are sums with positive weights of `gaussian_delta` at `mu`.
-        once: mu of a Gaussian over everyone that is released next to them; 0: none.
+        once_mu: of a Gaussian over everyone that is released next to them; 0: none.
     """
 
     def __init__(

@@ -203,11 +203,8 @@ def _pairs(event: Event, part: int) -> tuple[pld.CurvePair, ...]:
 @lru_cache(maxsize=16)
 def _rounds_of(event: Event, count: int) -> Rounds:
     """The losses of the first `count` of events that differ."""
-
-    def curves(mu: float) -> tuple[pld.CurvePair, ...]:
-        return event.sampling.scheme.curves(event.sampling, mu, event.relation)
-
-    return Rounds(curves, event.first(count), event.convex, event.once)
+    mus = event.first(count)
+    return Rounds(lambda mu: _pairs(replace(event, mu=mu), 0), mus, event.convex, event.once)
 
 
 def _losses(
@@ -222,10 +219,5 @@ def _losses(
 def _discretised_losses(
     event: Event, times: int, part: int, tail: float
 ) -> tuple[pld.LossDistribution, ...]:
-    pairs = _pairs(event, part)
-    gaussian_mu = event.also or event.once
-    losses = pld.losses_with_gaussian(pairs, times, gaussian_mu, tail) if gaussian_mu else None
-    return tuple(
-        replace(loss, every=event.gaussians, once=event.once > 0)
-        for loss in losses or pld.distributions(pairs, tail)
-    )
+    losses = pld.distributions(_pairs(event, part), tail, event.also or event.once, times)
+    return tuple(replace(loss, every=event.gaussians, once=event.once > 0) for loss in losses)
