@@ -46,13 +46,11 @@ def noise_for(
     _check(target, mechanism)
     rounds = mechanism.rounds if rounds is None else rounds
     arguments = (target, mechanism, relation, delta, accountant, rounds, v)
-    # a name does not say what user-defined code computes
     scheme = mechanism.sampling.scheme
     scheme = scheme.scheme if isinstance(scheme, GroupSampling) else scheme
-    if is_user_defined(type(scheme)) or is_user_defined(type(accountant_of(accountant))):
-        return _search(*arguments)
+    members = scheme, accountant_of(accountant)
     question = [mechanism.with_noise(1.0).digest(), rounds, relation, delta, accountant, v, target]
-    return cached_multipliers(question, lambda: _search(*arguments))
+    return cached_multipliers(question, lambda: _search(*arguments), *members)
 
 
 def rounds_for(
@@ -76,10 +74,13 @@ def rounds_for(
     return largest_count(fits, MOST_ROUNDS)
 
 
-def cached_multipliers(question: list, compute: Callable[[], Any]) -> Any:
+def cached_multipliers(question: list, compute: Callable[[], Any], *members: Any) -> Any:
     """`compute()`, noise multipliers, or what was kept where the same question (what the answer
-    depends on, as JSON values) was asked before.
+    depends on, as JSON values) was asked before. Nothing is kept where one of the `members` that
+    compute it is user-defined, as a name does not say what its code computes.
     """
+    if any(is_user_defined(type(member)) for member in members):
+        return compute()
     versions = map(version, ("dp-accounting", "scipy", "numpy"))  # what numbers are computed with
     question = [_VERSION, *versions, *question]
     path = cache_root() / f"noise-{check(question)}.json"

@@ -22,7 +22,6 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike
 
-from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import pld
 from raydpfl.privacy.accountants import ACCOUNTANTS, FORMULAS, Accountant, Formula, accountant_of
@@ -124,9 +123,7 @@ def _rigorous_stds(
     def solve() -> list[float]:
         return _noise_multipliers(samplings, kinds, delta, accountant).tolist()
 
-    # the name of a user-defined accountant does not say what its code computes
-    question = ["local steps", kinds.tolist(), delta, name]
-    z = solve() if is_user_defined(type(accountant)) else cached_multipliers(question, solve)
+    z = cached_multipliers(["local steps", kinds.tolist(), delta, name], solve, accountant)
     return np.array(z)[member.reshape(-1)] * release.bound / b
 
 
