@@ -364,15 +364,12 @@ class PersonalBudget:
     def __post_init__(self) -> None:
         report = LocalStepsReport(self.mechanism, self.accountants)
         self.rows = report.client_table(self.participations)
-        whole = report.guarantees(self.participations)
-        self.persons = [one for one in whole if one.unit == "person"]
-        if self.person is not None:
-            largest = self.mechanism.largest
-            if not 1 <= self.person <= largest:
-                expected = f"an integer from 1 to the {largest} samples of the largest"
-                raise ConfigError("--person", self.person, expected)
-            self.persons = report.person_guarantees(self.participations, self.person)
-        self.guarantees = (*(one for one in whole if one.unit != "person"), *self.persons)
+        largest = self.mechanism.largest
+        if self.person is not None and not 1 <= self.person <= largest:
+            expected = f"an integer from 1 to the {largest} samples of the largest"
+            raise ConfigError("--person", self.person, expected)
+        self.persons = report.person_guarantees(self.participations, self.person)
+        self.guarantees = (*report.sample_guarantees(self.participations), *self.persons)
         self.violation: str | None = None
         try:
             report.check_claims(self.participations)

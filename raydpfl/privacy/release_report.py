@@ -244,15 +244,17 @@ class LocalStepsReport:
     def guarantees(
         self, participations: Participations | None, rounds: int | None = None, surveys: int = 0
     ) -> list[Guarantee]:
-        """What holds for the client that has spent most in these `participations`, by every
-        accountant; its id and quantiles over clients are in `sampling`. Public clients are
-        exclusions; if only they take part, epsilon is infinite.
-        """
+        """`sample_guarantees` in these `participations`, and `person_guarantees` of all samples."""
         assert participations is not None
-        counts, exposed_mask = self._exposure(participations)
-        clients = np.flatnonzero(exposed_mask)
-        claims = [self._guarantee(name, counts, clients) for name in self.names]
-        return claims + self.person_guarantees(participations)
+        return self.sample_guarantees(participations) + self.person_guarantees(participations)
+
+    def sample_guarantees(self, participations: Participations) -> list[Guarantee]:
+        """What holds for one sample of the client that has spent most, by every accountant; its id
+        and quantiles over clients are in `sampling`. Public clients are exclusions; if only they
+        take part, epsilon is infinite.
+        """
+        counts, mask = self._exposure(participations)
+        return [self._guarantee(name, counts, np.flatnonzero(mask)) for name in self.names]
 
     def person_guarantees(
         self, participations: Participations, group: int | None = None
