@@ -33,11 +33,10 @@ import numpy as np
 
 from raydpfl.core.messages import State
 from raydpfl.privacy import pld
-from raydpfl.privacy.accountants import accountant_of
 from raydpfl.privacy.guarantee import SHARES, Guarantee, Observer, Scope
-from raydpfl.privacy.mechanism import Event, Mechanism
-from raydpfl.privacy.sampling import Sampling
+from raydpfl.privacy.mechanism import Mechanism
 from raydpfl.privacy.search import bisect_brackets
+from raydpfl.privacy.tradeoff import TradeOff
 from raydpfl.privacy.types import Relation
 
 SPENDING_EXCLUSION = (
@@ -45,7 +44,6 @@ SPENDING_EXCLUSION = (
     "released (summary.json says how many and how much)"
 )
 _MARGIN = 1e-9  # relative, of lengths: contributions are rounded to less than that of the bound
-_EVERYONE = Sampling("full", 1, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,13 +113,11 @@ class IndividualBudgets:
         mu_factors = {Observer.AGGREGATES: 1.0}
         if mechanism.distributed:
             mu_factors[Observer.UPDATES] = mechanism.draws
-        exact = accountant_of("pld")
         for observer, factor in mu_factors.items():
-            event = Event(_EVERYONE, factor * mu)
-            epsilon = float(exact.curve(event, self.delta, np.array([1]))[0])
+            epsilon = float(pld.gaussian_epsilon(factor * mu, self.delta))
             yield Guarantee(
                 "rigorous", "pld", "client", relation, observer, scope, epsilon, self.delta,
-                exclusions, curve=partial(exact.tradeoff_of, event, 1),
+                exclusions, curve=partial(TradeOff.gaussian, factor * mu),
             )  # fmt: skip
 
     def summary(self, state: State) -> dict[str, Any]:
