@@ -140,7 +140,10 @@ def path_kind(target: str, overrides: Sequence[str] = ()) -> str | None:
         tree = read_yaml(path)
     except ConfigError:
         return None
-    if not isinstance(tree, Mapping) or path.suffix not in (".yaml", ".yml"):
+    if not isinstance(tree, Mapping):
+        return None
+    private = isinstance(tree.get("sweep"), Mapping) and tree["sweep"].get("private")
+    if path.suffix not in (".yaml", ".yml") and not private:
         return None
     if "study" in tree:
         return "a study"

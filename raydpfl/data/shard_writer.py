@@ -46,7 +46,7 @@ from raydpfl.storage.arrow import pack_column
 from raydpfl.storage.cache import fill_folder, is_intact
 from raydpfl.storage.files import STILL, cache_root
 
-FORMAT = 5
+FORMAT = 4
 GENERATED_BYTES = 8 << 30  # of rows: beyond, they are generated whenever read, if the source can
 
 Validation = float | Mapping[str, float]
@@ -103,6 +103,8 @@ def _identity(data: Data, seed: int, root: Path | None, validation: Validation) 
         "sources": data.identity(root),
         "code": code_digests(data),
     }
+    if data.names_clients:
+        facts["ids"] = "of clients"
     return facts | ({"validation": validation, "held": "by client"} if validation else {})
 
 
@@ -174,7 +176,7 @@ def _write(
         sizes = sizes[client_mask]
         counts.classes = counts.classes[client_mask]
         counts.commonest_rows = counts.commonest_rows[client_mask]
-        ids = ids and list(compress(ids, client_mask))
+        ids = None if ids is None else [*compress(ids, client_mask)]
     test = rows_batch(*split.test())
     write_batch(folder / "test.arrow", test)
     columns = {"first": np.cumsum(sizes) - sizes, "size": sizes}

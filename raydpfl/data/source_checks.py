@@ -40,6 +40,9 @@ def add_checks(data: Data, split: Split) -> Split:
 
         return checked_rows
 
+    if split.ids is not None and len(split.ids) != len(split.sizes):
+        expected = f"a source with an id for each of {len(split.sizes)} clients"
+        raise ConfigError("data.kind", data.kind, f"{expected}, not {len(split.ids)}")
     return replace(
         split,
         rows=wrap_rows(split.rows),

@@ -147,7 +147,15 @@ class Ledger:
 
 
 def read_entries(path: Path, lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """The entries of the whole lines of a ledger. Raises `RunError` as `Ledger` does."""
+    """The entries of a ledger.
+
+    Args:
+        path: by which a message names it.
+        lines: all whole lines of the file.
+
+    Raises:
+        RunError: for a line that is no entry, or of another round than the next.
+    """
     entries: list[dict[str, Any]] = []
     segments: list[Segment] = []
     for line in lines:

@@ -657,7 +657,7 @@ def distributions(
         n = math.ceil(max(_reach(curve, tail) for curve in pairs[0]) / step)
         loss = _on_grid(*pairs[0], step, n)
     losses = (loss, *(_on_grid(*pair, step, n) for pair in pairs[1:]))
-    return tuple(replace(one, also=gaussian_loss) for one in losses)
+    return tuple(replace(direction, also=gaussian_loss) for direction in losses)
 
 
 def composed_epsilon(parts: Sequence[tuple[Sequence[CurvePair], int]], delta: float) -> float:

@@ -153,7 +153,7 @@ def _take_folder(folder: Path, resume: bool) -> Iterator[None]:
         with hold_folder(folder):
             _check_folder(folder, resume)  # again: another run may have ended there
             for part in folder.glob(f".{FILE}.*"):  # of a run that was killed
-                part.unlink()
+                part.unlink(missing_ok=True)
             with _clean_up(folder, is_new, resume), device.preserve_settings():
                 yield
     finally:

@@ -260,7 +260,7 @@ class Sweep:
 
     def tries_others(self, other: Sweep) -> bool:
         """Whether the settings are not those of `other`, by what they mean; not of Optuna."""
-        if self.search.search == "optuna":
+        if self.search.search == "optuna" or self.tree == other.tree:
             return False
         own_names, other_names = (
             {name_of(s.setting(values).experiment, s.spaces) for values in s.setting_values()}

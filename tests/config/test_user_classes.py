@@ -354,7 +354,11 @@ def test_every_class_of_a_member_is_asked_what_it_refuses(mine):
 
 @pytest.mark.parametrize(
     "body",
-    ["def scores(self, noise, std): return 10 * noise / std", "laplace: ClassVar[bool] = True"],
+    [
+        "def scores(self, noise, std): return 10 * noise / std",
+        "def noise_distribution(self, std): return super().noise_distribution(std / 10)",
+        "laplace: ClassVar[bool] = True",
+    ],
 )
 def test_noise_has_no_say_in_how_it_is_tested(body, mine):
     mine(f"from raydpfl.methods.noise import Gaussian\nclass Own(Gaussian):\n    {body}")

@@ -483,6 +483,11 @@ def test_tuning_runs_are_adaptive_where_a_grid_grew_or_was_changed(tmp_path, mon
         runner = runner_of(Study.from_dict(given), tmp_path / "changed")
         runner.check_directory(resume=True)
         assert runner.is_adaptive == (rates[1] == 0.4)
+    given = two_tuned(grow=0)
+    given["local"]["steps"] = 7  # another cell by the same labels
+    runner = runner_of(Study.from_dict(given), tmp_path / "changed")
+    runner.check_directory(resume=True)
+    assert runner.is_adaptive
 
 
 @pytest.mark.parametrize("bounds", [[1.0], ["1.0", "2.0"]])

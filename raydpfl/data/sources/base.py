@@ -214,6 +214,11 @@ class Data(Member):
         """Whether one sample may be held by several clients."""
         return False
 
+    @property
+    def names_clients(self) -> bool:
+        """Whether the clients are those that the data name."""
+        return False
+
 
 class SizedData(Data):
     """Data of which each client may hold another number of samples."""
@@ -242,6 +247,10 @@ class InMemoryData(SizedData):
 
     def overlaps(self) -> bool:
         return self.partition.overlaps()
+
+    @property
+    def names_clients(self) -> bool:
+        return self.partition.by == "client"
 
     @field_validator("partition", mode="before")
     @classmethod
@@ -325,7 +334,7 @@ class InMemoryData(SizedData):
             return dataset.x[indices], dataset.y[indices]
 
         ids = None
-        if self.partition.by == "client" and dataset.client is not None and sizes.all():
+        if self.names_clients and dataset.client is not None and sizes.all():
             owners = dataset.client[order]
             firsts = owners[ends[:-1]].tolist()
             if (owners == np.repeat(firsts, sizes)).all():

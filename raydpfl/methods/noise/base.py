@@ -220,7 +220,7 @@ class Noise(Member):
         own_names = {
             name for cls in type(self).__mro__ if is_user_defined(cls) for name in vars(cls)
         }
-        for name in sorted(own_names & {"laplace", "scores"}):
+        for name in sorted(own_names & {"laplace", "scores", "noise_distribution"}):
             expected = f"a class without {name}: its noise is tested by that of its base"
             raise ConfigError("noise.kind", setting.kinds["noise"], expected)
         if setting.budget is not None and not (self.private() and setting.accountants):

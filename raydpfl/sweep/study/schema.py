@@ -177,9 +177,9 @@ class Study:
         return ("--scale", self.scale, other.scale) if self.scale != other.scale else None
 
     def tries_others(self, other: Study) -> bool:
-        """Whether a cell of both has other values to try than in `other`."""
-        grids = {cell.display_name(): cell.grid for cell in other.cells}
-        return any(grids.get(cell.display_name(), cell.grid) != cell.grid for cell in self.cells)
+        """Whether a cell with values to try is none of `other`, whatever its labels."""
+        known = [(cell.tree, cell.limit) for cell in other.cells]
+        return any(cell.grid and (cell.tree, cell.limit) not in known for cell in self.cells)
 
     @cached_property
     def panels(self) -> dict[str, dict[str, Any]]:
