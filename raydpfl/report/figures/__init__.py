@@ -8,7 +8,7 @@ is the kind `curves` with `of: test_accuracy`.
 ('curves', ('test_accuracy',), 'seconds', ('data',))
 >>> parse({"curve": "test_accuracy"}, "study.show[0]")  # doctest: +ELLIPSIS
 Traceback (most recent call last):
-raydpfl.errors.ConfigError: study.show[0] = {'curve': 'test_accuracy'}: expected one of conf...
+raydpfl.errors.ConfigError: study.show[0] = {'curve': 'test_accuracy'}: expected one of curv...
 >>> axes = {"arm": ["Clip", "Free"], "data": ["iid"]}
 >>> parse({"points": "test_accuracy", "x": "date"}, "study.show[0]", axes)  # doctest: +ELLIPSIS
 Traceback (most recent call last):
