@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -142,19 +142,17 @@ def path_kind(target: str, overrides: Sequence[str] = ()) -> str | None:
         return None
     if not isinstance(tree, Mapping):
         return None
-    private = isinstance(tree.get("sweep"), Mapping) and tree["sweep"].get("private")
-    if path.suffix not in (".yaml", ".yml") and not private:
-        return None
+    is_config = path.suffix in (".yaml", ".yml")  # of another file a private search alone is told
     if "study" in tree:
-        return "a study"
-    try:
+        return "a study" if is_config else None
+    kind = "a sweep"
+    with suppress(ConfigError):
         tree = overridden(tree, overrides)
         sweep = tree.get("sweep")
         if isinstance(sweep, Mapping) and sweep.get("private"):
             return "a private search"
-        return "a sweep" if "sweep" in tree or has_space(tree) else "an experiment"
-    except ConfigError:
-        return "a sweep"
+        kind = "a sweep" if "sweep" in tree or has_space(tree) else "an experiment"
+    return kind if is_config else None
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from raydpfl.check.tasks import random_split
 from raydpfl.data import Shards, prepare, row_readers, shard_writer
 from raydpfl.data.row_readers import ClientTable, FileRows, GeneratedRows, MappedRows
 from raydpfl.data.shard_files import BATCH_BYTES
+from raydpfl.data.source_checks import add_checks
 from raydpfl.models import tasks
 from raydpfl.runtime.runner import run
 from raydpfl.simulation.resolution import resolve
@@ -412,6 +413,9 @@ def test_the_same_data_are_prepared_once_and_other_data_in_other_folders(cache, 
 def test_as_many_clients_as_the_config_says():
     with refusal("data.clients = 60: expected 40, the number of clients in the data"):
         prepare(Gaps(clients=60), 0)
+    few = replace(synthetic().split(0, None), ids=["a", "b"])
+    with refusal("data.kind = 'synthetic': expected a source with an id for each of 40 clients"):
+        add_checks(synthetic(), few)
 
 
 def test_a_change_in_a_module_that_a_users_class_imports_makes_other_data(own_module):

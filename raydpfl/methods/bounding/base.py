@@ -189,8 +189,8 @@ class Bounding(WithServerState):
         return {}
 
     def each_answer(self, columns: Columns, bound: float) -> Mapping[str, np.ndarray]:
-        """The same, where a user-defined class is asked about each client alone: no answer then
-        depends on another client.
+        """`answers`, of a user-defined class asked about each client alone: so none depends on
+        another client.
         """
         count = len(columns["client"])
         if not self.is_user_defined or count < 2:

@@ -134,10 +134,8 @@ class SecureSum(Sourced):
         std = release.integer.lattice(release.noise_multiplier).std
         if not release.private:
             expected = f"more: the noise on a sum has std {std:.3g} steps, and a guarantee "
-            expected += (
-                f"needs {LEAST_STD:g} or so, of each client where clients draw it, and more "
-            )
-            expected += "where the noise multiplier is small"
+            expected += f"needs {LEAST_STD:g} or so, of each client where clients draw it, "
+            expected += "and more where the noise multiplier is small"
             raise ConfigError("noise.bits", self.bits, expected)
         return release
 
