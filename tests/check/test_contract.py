@@ -184,16 +184,16 @@ class Mixing(Local):
         return x - at.lr * gradient.mean(0, keepdim=True).expand_as(gradient), state
 
 
-SEEN: list[float] = []
+NORMS: list[float] = []
 
 
 class First(OneClip):
     """Bounds by the first norm that it meets."""
 
     def factor(self, norm: float, bound: float) -> float:
-        if not SEEN:
-            SEEN.append(norm)
-        return bound / (bound + norm + SEEN[0])
+        if not NORMS:
+            NORMS.append(norm)
+        return bound / (bound + norm + NORMS[0])
 
 
 class Half(OneGaussian):
