@@ -76,7 +76,7 @@ CONTRACT: dict[str, tuple[ModuleType, ...]] = {
     "selection": (selection,),
     "measure": (measure,),
     "task": (tasks,),
-    "model": (models,),
+    "model": (models, hidden_state),
     "data": (sources,),
     "track": (track,),
     "metric": (metrics,),

@@ -154,6 +154,12 @@ class Example:
     @cached_property
     def first_state(self) -> dict[str, bytes]:
         """What the member's class and file keep in Python when it is made."""
+        return self.state()
+
+    def state(self) -> dict[str, bytes]:
+        """What they keep now."""
+        if isinstance(self.member, models.Module):
+            return python_state(models.factory(self.member.kind))
         return python_state(self.member)
 
     @property

@@ -36,15 +36,15 @@ LIBRARY_PACKAGES = (*SHIPPED_PACKAGES, *LIBRARIES, "functools")
 
 
 def python_state(*roots: Any) -> dict[str, bytes]:
-    """By name, a text of all that they and their files keep. `roots`: modules, or members of the
-    user's own.
+    """By name, a text of all that they and their files keep. `roots`: modules, members of the
+    user's own, or classes.
     """
     texts: dict[str, bytes] = {}
     files: dict[str, ModuleType] = {}
     for root in roots:
         parts = root.named_modules() if isinstance(root, nn.Module) else [("", root)]
         for name, part in parts:
-            for cls in type(part).__mro__:
+            for cls in (part if isinstance(part, type) else type(part)).__mro__:
                 file = sys.modules.get(cls.__module__)
                 if file and cls.__module__.partition(".")[0] not in LIBRARY_PACKAGES:
                     files[cls.__module__] = file

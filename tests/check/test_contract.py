@@ -312,6 +312,19 @@ class Chance(nn.Linear):
 
 
 NOW = np.random.default_rng(0)
+FIRST_ROWS: list[float] = []
+
+
+class FirstRow(nn.Linear):
+    """Shifts all that it is given by the first number that it meets."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not FIRST_ROWS:
+            FIRST_ROWS.append(float(x.detach().flatten()[0]))
+        return super().forward(x) + FIRST_ROWS[0]
 
 
 class Rows(Data):
@@ -413,6 +426,7 @@ LIARS = {
     Mixed: "each row alone",
     Idle: "every parameter",
     Chance: "initial parameters",
+    FirstRow: "no shared state",
     Drawing: "same rows twice",
     Beyond: "values",
     Shifted: "any clients",
