@@ -44,7 +44,7 @@ PAPERS = {
         "AdDPNFL have noise by tCDP and the baselines by RDP; by `true` all have exact accounting "
         "at the same epsilon. Clients for whom a condition of tCDP fails have noise by exact "
         "accounting in either: at small after one or two participations, and in 002/fig1-network "
-        "those of fewer than 500 rows.",
+        "those of fewer than 450 rows to train on.",
     ),
     "003": (
         "personal privacy budgets and privacy-aware selection",
