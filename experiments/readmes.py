@@ -44,7 +44,8 @@ PAPERS = {
         "AdDPNFL have noise by tCDP and the baselines by RDP; by `true` all have exact accounting "
         "at the same epsilon. Clients for whom a condition of tCDP fails have noise by exact "
         "accounting in either: at small after one or two participations, and in 002/fig1-network "
-        "those of fewer than 450 rows to train on.",
+        "those of fewer than 450 rows to train on. The weight decay of softmax regression, 1e-3, "
+        "is that of an L2 term of half the printed 1e-3 ||w||^2.",
     ),
     "003": (
         "personal privacy budgets and privacy-aware selection",

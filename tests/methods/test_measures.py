@@ -493,6 +493,9 @@ def test_the_table_of_the_selection_is_problem_1_client_by_client(tmp_path):
     distance = abs(rows["probability"] - rows["share"]).sum() / 2
     assert summary["selection"]["total_variation"] == pytest.approx(distance)
     assert summary["selection"]["support"] == (rows["probability"] > 1e-9).sum()
+    mean_of_a_draw = {name: rows["probability"] @ rows[name] for name in ("samples", "budget")}
+    assert summary["selection"]["mean_samples"] == pytest.approx(mean_of_a_draw["samples"])
+    assert summary["selection"]["mean_budget"] == pytest.approx(mean_of_a_draw["budget"])
     assert rows["participations"].sum() == 2 * 4
     drawn = np.concatenate(plan.draws(2))
     assert rows["participations"].tolist() == np.bincount(drawn, minlength=12).tolist()

@@ -6,7 +6,7 @@ from raydpfl.methods.bounding.none import Unbounded
 
 class PerSampleClip(Unbounded):
     """clip(g_j, G) for the gradient of every sample of a local batch, with the norm over all
-    parameters (002 sec. III, 003 Alg. 1).
+    parameters (002 Assumption 1, 003 Alg. 1).
 
     When a sample is added the sum over a batch moves by at most G, when one is replaced by 2 G; the
     mean over B moves by 2 G / B. What the client sends after its steps is not bounded again. 002

@@ -11,7 +11,8 @@ class SelectionProbe(Probe):
     its noise on the mean gradient of a local step, and `participations` in the run, draws counted.
 
     The summary has the `clients`, the `participants`, and of the probabilities of each draw, where
-    there are, their `support` (the number above 1e-9) and `total_variation` from the shares.
+    there are, their `support` (the number above 1e-9) and `total_variation` from the shares, and the
+    mean samples and mean finite budget of a client that is drawn, `mean_samples` and `mean_budget`.
 
     Null: a probability where cohorts are not made of independent draws, a budget where clients have
     none, and noise where they draw none at local steps.
@@ -42,4 +43,10 @@ class SelectionProbe(Probe):
         if probabilities is None:
             return facts
         distance = float(np.abs(probabilities - population.shares).sum() / 2)
-        return {**facts, "support": int((probabilities > 1e-9).sum()), "total_variation": distance}
+        facts |= {"support": int((probabilities > 1e-9).sum()), "total_variation": distance}
+        facts["mean_samples"] = float(probabilities @ population.sizes)
+        budgets = release.get("budget")
+        if budgets is not None and np.isfinite(budgets).any():
+            finite = np.isfinite(budgets)
+            facts["mean_budget"] = float(np.average(budgets[finite], weights=probabilities[finite]))
+        return facts
