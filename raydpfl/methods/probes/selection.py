@@ -11,8 +11,8 @@ class SelectionProbe(Probe):
     its noise on the mean gradient of a local step, and `participations` in the run, draws counted.
 
     The summary has the `clients`, the `participants`, and of the probabilities of each draw, where
-    there are, their `support` (the number above 1e-9) and `total_variation` from the shares, and the
-    mean samples and mean finite budget of a client that is drawn, `mean_samples` and `mean_budget`.
+    there are, their `support` (the number above 1e-9), `total_variation` from the shares, and the
+    mean samples and mean finite budget of a client that is drawn: `mean_samples`, `mean_budget`.
 
     Null: a probability where cohorts are not made of independent draws, a budget where clients have
     none, and noise where they draw none at local steps.
