@@ -14,7 +14,7 @@ from raydpfl import experiment, models
 from raydpfl.check.contract import UnsupportedMember, UntriedClause, tensor
 from raydpfl.check.runs import RecordingCoordinator, run_plan
 from raydpfl.config.overrides import Spec
-from raydpfl.config.registry import choose
+from raydpfl.config.registry import choose, is_path
 from raydpfl.core.messages import View
 from raydpfl.errors import USER_EXCEPTIONS, ConfigError
 from raydpfl.experiment import Experiment, overridden
@@ -158,9 +158,9 @@ class Example:
 
     def state(self) -> dict[str, bytes]:
         """What they keep now."""
-        if isinstance(self.member, models.Module):
-            return python_state(models.factory(self.member.kind))
-        return python_state(self.member)
+        kind = self.values["kind"]
+        own_model = self.section == "model" and is_path(kind)
+        return python_state(models.factory(kind) if own_model else self.member)
 
     @property
     def fields(self) -> dict[str, Any]:
