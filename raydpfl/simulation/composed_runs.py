@@ -116,7 +116,8 @@ def compose_trials(
     runs: Sequence[StoredRun], data_root: Path | None = None, adaptive: bool = False
 ) -> list[Composition]:
     """As `compose`, what trials of a search spend together, for the clients of each seed that
-    divides rows in a way of its own. All rounds count: where a trial stops depends on the data.
+    divides rows in a way of its own; clients that the data name are the same for all. All rounds
+    count: where a trial stops depends on the data.
     """
     if any(run.experiment.noise.has_common_noise for run in runs) and len(runs) > 1:
         raise ConfigError("noise.common", True, "noise of its own for each of the runs")
@@ -124,7 +125,8 @@ def compose_trials(
     plans = _plans(runs, data_root)
     _check_steps(runs, plans)
     for run, plan in zip(runs, plans, strict=True):
-        populations.setdefault(repr(_people(plan)), []).append((run, plan))
+        people = plan.experiment.data.kind if _has_fixed_people(plan) else repr(_people(plan))
+        populations.setdefault(people, []).append((run, plan))
     on_file = runs[0].experiment.data.location != "generated"
     if len(populations) > 1 and on_file and _has_step_noise(plans[0]):
         expected = "the same for all runs, as each sample is in those of every seed (data.seed)"
@@ -215,9 +217,27 @@ def _check_people(name: str, second_name: str, plan: Plan, second_plan: Plan) ->
     raise ConfigError("RUN", second_name, expected)
 
 
+def _has_fixed_people(plan: Plan) -> bool:
+    """Whether the data name the people that are protected, whatever the seed."""
+    return _client_ids(plan) is not None and not _has_step_noise(plan)
+
+
+def _client_ids(plan: Plan) -> Any:
+    """A digest of the names of the clients in order; None: the data name none."""
+    unnamed = plan.shards.name if plan.experiment.data.names_clients else None
+    return _digests(plan).get("ids.arrow", unnamed)
+
+
+def _digests(plan: Plan) -> dict[str, Any]:
+    """Digests of the files of the prepared data, by name."""
+    return json.loads((plan.shards / "digests.json").read_text())["files"]
+
+
 def _people(plan: Plan) -> Any:
     """The data by which rows are divided among clients."""
     data = plan.experiment.data
+    if _has_fixed_people(plan):
+        return data.model_copy(update={"seed": 0}), None
     seed = plan.experiment.seed if data.seed is None else data.seed
     held_out = plan.experiment.evaluate.held_out
     return data.model_copy(update={"seed": seed}), held_out if isinstance(held_out, dict) else None
@@ -225,7 +245,7 @@ def _people(plan: Plan) -> Any:
 
 def _rows(plan: Plan) -> list[Any]:
     """Digests of the rows of the clients."""
-    files = json.loads((plan.shards / "digests.json").read_text())["files"]
+    files = _digests(plan)
     row_digests = [files.get(f"{name}.arrow", plan.shards.name) for name in ("train", "clients")]
     return [*row_digests, files.get("rows.arrow")]
 
@@ -257,6 +277,7 @@ def release_of(run: StoredRun, plan: Plan) -> RunRelease:
     has_counts = experiment.noise.stands_for is None and not plan.repeated
     origin = plan.origin()
     facts = [experiment.selection.meaning(), origin["clients"], origin["cohorts"], plan.repeated]
+    facts.append(_client_ids(plan))
     return RunRelease(
         name=run.name,
         mechanism=mechanism.with_surveys(surveys),

@@ -336,6 +336,35 @@ def test_a_sample_is_in_the_trials_of_every_seed_that_divides_its_file_anew():
         compose_trials(anew)
 
 
+@pytest.mark.parametrize(
+    "change, other, is_shared",
+    [
+        ("rounds=3", "seed=4", True),
+        ("evaluate.validation=0.2", "seed=4", True),
+        ("evaluate.validation={clients: 0.2}", "seed=4", True),
+        ("data.partition.least=2", "seed=4", True),
+        ("rounds=3", "data.seed=4", True),
+        # by one seed draws the same clients by number, who are others
+        ("evaluate.validation={clients: 0.2}", "data.seed=4", False),
+    ],
+)
+def test_clients_that_the_data_name_are_in_the_runs_of_every_seed(
+    change, other, is_shared, tmp_path
+):
+    rows = [f"u{i % 20:02d},{i % 7},{i % 2}\n" for i in range(400)]
+    (tmp_path / "t.csv").write_text("".join(["user,x,y\n", *rows]))
+    data = f"{{kind: table, train: {tmp_path}/t.csv, x: x, y: y, client: user, "
+    changes = (f"data={data}partition: {{kind: natural, most: 9}}}}", "privacy.accountants=[pld]")
+    changes += ("selection={kind: poisson, cohort: 5}", "noise.placement=auto", change)
+    a, b = stored("a", *changes), stored("b", *changes, "local.lr=0.3", other)
+    (joint,) = compose_trials([a, b])
+    assert len(joint.runs) == 2 and bool(hidden(joint)) == is_shared
+    assert joint.epsilon.epsilon > compose_trials([a])[0].epsilon.epsilon
+    assert compose([a, b]).epsilon == joint.epsilon
+    fewer = replace(b, experiment=stored("b", *changes, other, "data.partition.most=5").experiment)
+    assert len(compose_trials([a, fewer])) == 1
+
+
 def test_stored_runs_compose_with_the_rounds_of_their_ledgers():
     a, b = stored("a", "data.seed=3"), stored("b", "data.seed=3", "seed=1")
     planned = compose([a, b])
