@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, cast
@@ -276,8 +276,8 @@ def release_of(run: StoredRun, plan: Plan) -> RunRelease:
         surveys = sum(line.get("survey_std", 0.0) > 0 for line in lines)
     has_counts = experiment.noise.stands_for is None and not plan.repeated
     origin = plan.origin()
-    facts = [experiment.selection.meaning(), origin["clients"], origin["cohorts"], plan.repeated]
-    facts.append(_client_ids(plan))
+    facts = [experiment.selection.meaning(), origin["clients"], origin["cohorts"]]
+    facts += [_client_ids(plan), plan.first, *map(astuple, plan.history)]
     return RunRelease(
         name=run.name,
         mechanism=mechanism.with_surveys(surveys),

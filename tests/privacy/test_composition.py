@@ -382,6 +382,22 @@ def test_stored_runs_compose_with_the_rounds_of_their_ledgers():
         compose([other, b])
 
 
+def test_runs_of_one_seed_share_their_cohorts_if_they_were_restarted_alike():
+    run = stored("a", "selection={kind: poisson, cohort: 8}", "noise.placement=auto")
+    line = {"mechanism": resolve(run.experiment).mechanism.round_digest(), "epsilon": {}}
+
+    def restarted(key, *restarts):
+        facts = enumerate(restarts)
+        ledger = [{**line, "round": t, "restart": restart, "key": key} for t, restart in facts]
+        return replace(run, ledger=ledger)
+
+    # none repeats a round
+    whole, late = restarted("a", 0, 0, 0, 0), restarted("b", 0, 0, 1, 1)
+    for other in (whole, restarted("c", 0, 1, 1, 1)):
+        assert "different cohorts from the same seed" in compose([late, other]).notes[0]
+    assert hidden(compose([late, restarted("d", 0, 0, 1, 1)]))
+
+
 @pytest.mark.parametrize(
     "noise",
     [
