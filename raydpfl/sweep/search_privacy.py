@@ -16,6 +16,8 @@ from raydpfl.sweep.spaces import Interval
 from raydpfl.sweep.sweep import Sweep
 from raydpfl.sweep.trials import Trial, override_text, trained_runs
 
+UNREADABLE = "a run in trials/ cannot be read ({})"
+
 
 def private_search_composition(sweep: Sweep, data_root: Path | None) -> Composition:
     """What a private search spends, before it begins: its trials are drawn among `Sweep.support`.
@@ -45,17 +47,23 @@ def search_composition(
     """What all runs in the directory of a search have spent together; None: none was private.
     `is_changed`: whether its settings ever were when there were runs.
     """
-    runs = [(trial.folder, trial.experiment) for trial in trials]
-    former_names = trained_runs(folder / "trials").keys() - {path.name for path, _ in runs}
-    folders = [folder / "trials" / name for name in sorted(former_names)]
     try:
-        # what was tried before the config was changed
-        runs += [(path, Experiment.from_dict(read(path / "config.yaml"))) for path in folders]
+        former = former_runs(trials, folder)
     except ConfigError as error:
-        return Composition(notes=(f"a run in trials/ cannot be read ({error})",))
+        return Composition(notes=(UNREADABLE.format(error),))
     # proposals depend on the results, and so does a change of the config
-    adaptive = sweep.search.search == "optuna" or bool(folders) or is_changed
+    adaptive = sweep.search.search == "optuna" or bool(former) or is_changed
+    runs = [*((trial.folder, trial.experiment) for trial in trials), *former]
     return compose_search(runs, data_root, adaptive)
+
+
+def former_runs(trials: Sequence[Trial], folder: Path) -> list[tuple[Path, Experiment]]:
+    """What was tried in the directory of a search before its config was changed. Raises
+    `ConfigError`.
+    """
+    names = trained_runs(folder / "trials").keys() - {trial.folder.name for trial in trials}
+    paths = [folder / "trials" / name for name in sorted(names)]
+    return [(path, Experiment.from_dict(read(path / "config.yaml"))) for path in paths]
 
 
 def compose_search(
@@ -64,11 +72,14 @@ def compose_search(
     """What runs spend together, those that have begun: (directory, experiment) of each. None: none
     of them was private.
     """
-    started_runs = [
-        StoredRun.of(path.name, experiment, path)
-        for path, experiment in runs
-        if experiment.private and (path / "ledger.jsonl").exists()
-    ]
+    try:
+        started_runs = [
+            StoredRun.of(path.name, experiment, path)
+            for path, experiment in runs
+            if experiment.private and (path / "ledger.jsonl").exists()
+        ]
+    except ConfigError as error:
+        return Composition(notes=(UNREADABLE.format(error),))
     # runs that differ in nothing that they release are one, as long as the longest
     started_runs.sort(key=lambda run: run.experiment.rounds)
     # common noise is that of other releases too

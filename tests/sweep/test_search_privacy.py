@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -194,6 +195,17 @@ def test_values_that_were_added_when_there_were_runs_hide_nothing(tmp_path):
         sweep = private(local={"lr": {"grid": rates}}, rounds=1, sweep={})
         guarantees = finished(sweep, tmp_path).gather(is_over=True).summary["guarantees"]
         assert bool(hidden(guarantees)) == (len(rates) < 3), rates
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "ledger.jsonl"])
+def test_a_damaged_former_run_leaves_a_search_without_an_epsilon(name, tmp_path):
+    runner = finished(private(rounds=1, sweep={}), tmp_path)
+    former = tmp_path / "trials" / "former"
+    shutil.copytree(runner.trials[0].folder, former)
+    (former / name).write_text("nonsense\n")
+    summary = runner.gather(is_over=True).summary
+    assert summary["status"] == "completed" and summary["guarantees"] == []
+    assert "a run in trials/ cannot be read" in summary["choice"]
 
 
 def test_trials_with_common_noise_have_no_epsilon(tmp_path):
