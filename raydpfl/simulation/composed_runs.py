@@ -135,7 +135,7 @@ def compose_trials(
     for population_runs in populations.values():
         plan = population_runs[0][1]
         full_runs = [(replace(run, ledger=None), trial_plan) for run, trial_plan in population_runs]
-        delta = plan.experiment.terms.delta
+        delta = min(trial_plan.experiment.terms.delta for _, trial_plan in population_runs)
         compositions.append(_compose_plans(full_runs, delta, rigorous(plan.accountants), adaptive))
     return compositions
 

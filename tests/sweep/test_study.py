@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from conftest import SMALL, messages, refusal
+from conftest import SMALL, experiment, messages, refusal
 from rich.console import Console
 from scipy import stats
 from test_same_bits import kill_tree
@@ -27,6 +27,7 @@ import raydpfl
 from raydpfl.cli.search_display import StudyDisplay
 from raydpfl.data.sources.image_sets import TorchvisionImages
 from raydpfl.errors import ConfigError
+from raydpfl.privacy import Composition
 from raydpfl.report.figures import parse
 from raydpfl.report.figures.table import PublishedTable
 from raydpfl.sweep.study import Study, StudyRunner, builtin, reproduce
@@ -488,6 +489,31 @@ def test_tuning_runs_are_adaptive_where_a_grid_grew_or_was_changed(tmp_path, mon
     runner = runner_of(Study.from_dict(given), tmp_path / "changed")
     runner.check_directory(resume=True)
     assert runner.is_adaptive
+
+
+def test_former_runs_on_the_same_data_count_in_every_private_cell(tmp_path, monkeypatch):
+    given = two_tuned(grow=0)
+    runner = runner_of(Study.from_dict(given), tmp_path)
+    play(runner, 1)
+    tried = runner.progress[runner.study.cells[0]].tuning_trials[0].experiment
+    # `other` is on other data
+    experiments = {"former": tried, "other": experiment(data={"kind": "synthetic", "clients": 50})}
+    for name, former in experiments.items():
+        (tmp_path / "trials" / name).mkdir(parents=True)
+        (tmp_path / "trials" / name / "config.yaml").write_text(former.to_yaml())
+        (tmp_path / "trials" / name / "ledger.jsonl").write_text("{}\n")
+    composed = []
+
+    def compose(runs, root, adaptive):
+        composed.append([path.name for path, _ in runs if path.name in experiments])
+        return Composition()
+
+    monkeypatch.setattr("raydpfl.sweep.study.runner.compose_search", compose)
+    runner.gather(is_over=True)
+    assert composed == [["former"], []]  # Clip, and Free without noise
+    (tmp_path / "trials" / "other" / "config.yaml").write_text("nonsense")
+    statement = runner.gather(is_over=True).summary["tuning"]["statement"]
+    assert "a run in trials/ cannot be read" in statement
 
 
 @pytest.mark.parametrize("bounds", [[1.0], ["1.0", "2.0"]])

@@ -16,9 +16,10 @@ import pyarrow as pa
 from raydpfl import data, report, storage
 from raydpfl.core import signals
 from raydpfl.errors import ConfigError, FileError
+from raydpfl.privacy import Composition
 from raydpfl.storage.run_files import make_folder
 from raydpfl.sweep.resources import Resources
-from raydpfl.sweep.search_privacy import compose_search
+from raydpfl.sweep.search_privacy import UNREADABLE, compose_search, former_runs
 from raydpfl.sweep.search_runner import SearchResult, SearchRunner, describe
 from raydpfl.sweep.study import results
 from raydpfl.sweep.study.cell_progress import CellProgress
@@ -84,15 +85,30 @@ class StudyRunner(SearchRunner):
     def gather(self, is_over: bool, **facts: Any) -> StudyResult:
         self.advance()
         progress = [*self.progress.values()]
-        for cell in progress if is_over else ():
-            tuning_runs = [(trial.folder, trial.experiment) for trial in cell.tuning_trials]
-            # values that a grid grew by were chosen by results
-            adaptive = self.is_adaptive or len(cell.tries) > cell.cell.settings
-            cell.composition = compose_search(tuning_runs, self._root, adaptive)
+        if is_over:
+            self._compose_tuning(progress)
         summary = results.summary(self.study, progress, self.folder, is_over) | facts
         makers = (results.final_table, results.resample_table, results.tuning_table)
         tables = [make(self.study, progress) for make in makers]
         return StudyResult(self.folder, summary, summary["reason"], self.study, progress, *tables)
+
+    def _compose_tuning(self, progress: Sequence[CellProgress]) -> None:
+        """Says what all runs tried in each cell spend together. Former runs on the same kind of
+        data count in every cell, as nothing tells where they were tried.
+        """
+        former, unread = [], None
+        try:
+            former = former_runs(self.trials, self.folder)
+        except ConfigError as error:
+            unread = Composition(notes=(UNREADABLE.format(error),))
+        for cell in progress:
+            runs = [(trial.folder, trial.experiment) for trial in cell.tuning_trials]
+            kinds = {experiment.data.kind for _, experiment in runs if experiment.private}
+            runs += [run for run in former if run[1].data.kind in kinds]
+            # values that a grid grew by were chosen by results
+            adaptive = self.is_adaptive or len(cell.tries) > cell.cell.settings
+            composition = compose_search(runs, self._root, adaptive)
+            cell.composition = composition and (unread or composition)
 
     def finish(self, processes: int) -> StudyResult:
         """The result, written, with the page, figures and tables of its report."""
