@@ -276,7 +276,7 @@ def release_of(run: StoredRun, plan: Plan) -> RunRelease:
         surveys = sum(line.get("survey_std", 0.0) > 0 for line in lines)
     has_counts = experiment.noise.stands_for is None and not plan.repeated
     origin = plan.origin()
-    facts = [experiment.selection.meaning(), origin["clients"], origin["cohorts"]]
+    facts: list[Any] = [experiment.selection.meaning(), origin["clients"], origin["cohorts"]]
     facts += [_client_ids(plan), plan.first, *map(astuple, plan.history)]
     return RunRelease(
         name=run.name,
