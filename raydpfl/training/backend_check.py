@@ -18,6 +18,7 @@ from raydpfl.training.backends import BACKENDS, REFERENCE
 from raydpfl.training.backends.base import Starts
 from raydpfl.training.backends.frozen_base import NotOneBatch
 from raydpfl.training.backends.ghost_clipping import NotLayerwise
+from raydpfl.training.backends.vmap import paddings
 from raydpfl.training.trainer import Trainer
 from raydpfl.training.value_reads import value_read
 
@@ -112,6 +113,9 @@ class FirstSteps:
         form, clip = self.form, self.clip
         generator = stream(self.seed, Purpose.DATA)
         x = form.inputs(18, generator).view(3, 6, *form.shape)
+        if form.tokens:  # every client has those that may stand for padding
+            tokens = sorted({0, form.tokens - 1, *paddings(module)} & {*range(form.tokens)})
+            x.view(3, 6, -1)[..., -1] = torch.tensor((tokens * 6)[:6])
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             outputs = copy.deepcopy(module)(x[0])
         targets = form.task.random_targets(generator, 18, tuple(outputs.shape[1:]))

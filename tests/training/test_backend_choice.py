@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import form
 from plain_loop import (
     CLASSES,
@@ -327,6 +328,36 @@ def test_the_models_of_the_papers_have_a_fast_backend(kind, local, clip, backend
     assert choose_backend(module, local, of, clip=clip) == backend
     assert not caplog.messages
     assert choose_backend(module, local, of, "loop", clip) == "loop"
+
+
+def padded(layered: bool, frozen: bool) -> nn.Module:
+    """Has a table of 66 tokens, of which one is padding."""
+
+    def forward(self, x):
+        tokens = x.long()  # the plain loop has them as numbers
+        rows = self.table(tokens) if layered else F.embedding(tokens, self.weight, 65)
+        return self.last(torch.tanh(rows)).mean(1)
+
+    table = {"table": nn.Embedding(66, 3, padding_idx=40)}
+    if not layered:
+        table = {"weight": nn.Parameter(torch.randn(66, 3))}
+    last = nn.Linear(3, CLASSES).requires_grad_(not frozen)
+    return net("Padded", forward, **table, last=last)
+
+
+@pytest.mark.parametrize(
+    "layered,frozen,taken", [(True, False, "vmap"), (True, True, "vmap"), (False, False, "loop")]
+)
+def test_padding_that_a_backend_would_train_is_noticed(layered, frozen, taken, caplog):
+    """Of a table that is no layer; of a layer the padding is trained by no client."""
+    of = replace(form((5,), CLASSES), tokens=66)
+    module = padded(layered, frozen)
+    assert choose_backend(module, METHODS["all"], of) == taken
+    assert ("a trained Embedding has a padding_idx" in caplog.text) == frozen
+    _, y = rows()
+    x = torch.randint(39, 42, (*y.shape, 5))
+    if layered:
+        check_updates(taken, module, METHODS["all"], x, y)
 
 
 @pytest.mark.parametrize("always", [False, True])

@@ -33,7 +33,7 @@ from raydpfl.methods.local.base import Local
 from raydpfl.models import lora
 from raydpfl.models.tasks import Classification, Task  # noqa: F401  (the example above)
 from raydpfl.training.backends.base import ChunkData, clip_factors
-from raydpfl.training.backends.vmap import Batch, Gradients, Vmap, Weights
+from raydpfl.training.backends.vmap import Batch, Gradients, Vmap, Weights, paddings
 from raydpfl.training.layers.dropout import Dropout
 
 # bytes of activations in a pass, about: more clients at once lie in no cache
@@ -174,7 +174,7 @@ class AdaptedLinear(torch.autograd.Function):
 
 class OneBatch(Vmap):
     """Trains the chunk at once, as one batch. Raises `NotOneBatch` where trained parameters are
-    outside of layers that take samples along the first axis.
+    outside of layers that take samples along the first axis, or in a padded embedding.
     """
 
     whole_batches = True
@@ -183,6 +183,8 @@ class OneBatch(Vmap):
 
     def __init__(self, module: nn.Module, local: Local, device: torch.device, task: Task):
         super().__init__(module, local, device, task)
+        if paddings(module):  # see `Vmap`
+            raise NotOneBatch("a trained Embedding has a padding_idx")
         self.running = _Pass()
         self.numbers = 0  # of the layers' outputs for a sample
         layers = list(self.module.modules())

@@ -136,6 +136,13 @@ class _Steps:
         return self.parts(self.rule.perturbed_parameters(_flatten(gradients), k))
 
 
+def paddings(module: nn.Module) -> set[int]:
+    """The tokens of padding, whose rows of trained embeddings are not trained."""
+    tables = (layer for layer in module.modules() if isinstance(layer, nn.Embedding))
+    trained = (table.padding_idx for table in tables if table.weight.requires_grad)
+    return {token for token in trained if token is not None}
+
+
 def _flatten(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)
 
@@ -158,8 +165,10 @@ class Vmap(Backend):
         self.names = [name for name, _ in items]
         self.shapes = [parameter.shape for _, parameter in items]
         self.sizes = [shape.numel() for shape in self.shapes]
-        # of recurrent layers torch has no form for all clients at once but beneath a gradient
-        self._is_recurrent = any(isinstance(layer, nn.RNNBase) for layer in self.module.modules())
+        # torch has no form of a recurrent layer for all clients at once but beneath a gradient, and
+        # of a padded embedding a wrong one: it keeps the padding of the first client alone
+        is_recurrent = any(isinstance(layer, nn.RNNBase) for layer in self.module.modules())
+        self._has_mapped_gradients = is_recurrent or bool(paddings(self.module))
         self._forward = _Forward(self.module, self.names)
         self._forwards = vmap(self._forward, randomness="error")
         self._mapped_gradients = vmap(grad_and_value(self._loss), randomness="error")
@@ -252,7 +261,7 @@ class Vmap(Backend):
     def _gradients_of(self, chunk: ChunkData) -> Gradients:
         """What gives the gradients of a step's batches."""
         if chunk.clip is None:
-            return self._mapped_gradients if self._is_recurrent else self._means
+            return self._mapped_gradients if self._has_mapped_gradients else self._means
         numbers = chunk.index.shape[2] * sum(self.sizes)
         return vmap(
             partial(self._clipped_sums, clip=chunk.clip),
