@@ -38,7 +38,7 @@ The parameters:
 
 from raydpfl.models.base import Model
 from raydpfl.models.builder import activations, build, check_parameters, parse
-from raydpfl.models.lora import Lora, adapt, adapters, merged
+from raydpfl.models.lora import Lora, adapt, adapters, exported_names, merged
 from raydpfl.models.networks import FAMILY
 from raydpfl.models.networks.module import Module, factory
 from raydpfl.models.norms import group_norm
@@ -55,6 +55,6 @@ from raydpfl.models.tasks import Classification, Form, Target  # noqa: F401  (th
 
 __all__ = [
     "FAMILY", "Lora", "Model", "Module", "ParameterSplit", "activations", "adapt", "adapters",
-    "build", "check_parameters", "factory", "flatten", "group_norm", "has_frozen_buffer", "load",
-    "merged", "parameter_count", "parse", "set_trained", "trained",
+    "build", "check_parameters", "exported_names", "factory", "flatten", "group_norm",
+    "has_frozen_buffer", "load", "merged", "parameter_count", "parse", "set_trained", "trained",
 ]  # fmt: skip

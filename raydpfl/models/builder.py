@@ -17,7 +17,7 @@ from raydpfl.errors import USER_EXCEPTIONS, ConfigError, located_message
 from raydpfl.models import shared_and_local
 from raydpfl.models.base import Model
 from raydpfl.models.hidden_state import changed_names, python_state
-from raydpfl.models.lora import adapt, adapters
+from raydpfl.models.lora import adapt, adapters, exported_names
 from raydpfl.models.networks import FAMILY, hugging_face
 from raydpfl.models.networks.hugging_face import HuggingFace
 from raydpfl.models.networks.module import Module, factory
@@ -94,14 +94,12 @@ def _divide(module: nn.Module, model: Model) -> None:
 
 def _parts(module: nn.Module) -> tuple[set[str], ...]:
     """The names that a file of weights may lack: of a model with adapters it may be of the module
-    without them, or of what is trained.
+    without them, or of what is exported.
     """
     adapter_names = adapters(module)
     if not adapter_names:
         return ()
-    named_parameters = module.named_parameters(remove_duplicate=False)
-    trained_names = {name for name, parameter in named_parameters if parameter.requires_grad}
-    return adapter_names, set(module.state_dict()) - trained_names
+    return adapter_names, set(module.state_dict()) - exported_names(module)
 
 
 def _check(module: nn.Module, model: Model, form: Form) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from raydpfl.config.registry import Section
 from raydpfl.errors import ConfigError
-from raydpfl.models.shared_and_local import matching_names
+from raydpfl.models.shared_and_local import local_names, matching_names
 
 MAX_NAMES = 6  # layers that a message names
 A = "lora_A"
@@ -138,6 +138,15 @@ def adapters(module: nn.Module) -> set[str]:
     """The names of the parameters of all adapters."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     return {name for name in names if name.split(".")[-2:-1] in ([A], [B])}
+
+
+def exported_names(module: nn.Module) -> set[str]:
+    """The names of what a file of adapters holds: all of them, as they need not be trained or
+    shared to be needed, and what else is trained and travels.
+    """
+    parameters = module.named_parameters(remove_duplicate=False)
+    trained_names = {name for name, parameter in parameters if parameter.requires_grad}
+    return trained_names - local_names(module) | adapters(module)
 
 
 def adapter_factors(layer: nn.Module) -> tuple[nn.Parameter, ...]:

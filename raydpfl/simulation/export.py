@@ -137,8 +137,8 @@ def export(
     trust_code: bool = False,
 ) -> Path | str:
     """Writes the model of a run to a file, safetensors or a `state_dict` by its suffix: of one with
-    adapters what was trained. Returns the file. Raises `ConfigError` as `load`; or the run has no
-    adapters to merge, or there is no file to write them to.
+    adapters these and what else was trained. Returns the file. Raises `ConfigError` as `load`; or
+    the run has no adapters to merge, or there is no file to write them to.
 
     Args:
         run: the run directory, or its address.
@@ -162,17 +162,16 @@ def export(
 
 
 def _exported_tensors(module: nn.Module, merged: bool) -> dict[str, torch.Tensor]:
-    """What is written of a module: all, or of one with adapters what was trained, or these merged.
-    Raises `ConfigError`.
+    """What is written of a module: all, or of one with adapters these and what else was trained, or
+    these merged. Raises `ConfigError`.
     """
     adapters = models.adapters(module)
     if merged and not adapters:
         raise ConfigError("--merged", True, "a run with adapters (model.lora)")
     if merged or not adapters:
         return models.merged(module) if merged else module.state_dict()
-    names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    names -= models.shared_and_local.local_names(module)
-    return {name: tensor for name, tensor in module.state_dict().items() if name in names}
+    names = models.exported_names(module)
+    return {name: parameter for name, parameter in module.named_parameters() if name in names}
 
 
 def _file(folder: Path) -> Path:

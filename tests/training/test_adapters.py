@@ -390,6 +390,21 @@ def test_training_starts_from_weights_of_the_base_of_the_adapters_or_of_both(fin
         build({**asked, "init": str(tmp_path / "some.safetensors")}, of)
 
 
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("field", ["frozen", "local"])
+def test_a_file_of_adapters_holds_both_halves_also_one_that_is_frozen_or_of_clients(
+    field, half, tmp_path
+):
+    asked = {**SMALL, "lora": LORA, field: [f"*.{half}.*"]}
+    module = build(asked)
+    file_tensors = export._exported_tensors(module, merged=False)
+    assert file_tensors.keys() == models.adapters(module)
+    path = tmp_path / "adapters.safetensors"
+    path.write_bytes(models.weights.serialize(file_tensors, path, {}))
+    again = build({**asked, "init": str(path)}, seed=1).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in file_tensors.items())
+
+
 # --- models of the transformers library ---
 
 
