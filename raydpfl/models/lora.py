@@ -99,7 +99,7 @@ def _targets(lora: Lora, names: list[str]) -> list[str]:
 
 def _linear_layers(module: nn.Module, forward: Callable[[], Any]) -> dict[str, nn.Module]:
     """The linear layers that are called in a pass, by name: others are used by their weights alone,
-    as in `nn.MultiheadAttention`.
+    as in `nn.MultiheadAttention`; of some the weight is computed, as by `weight_norm`.
     """
     called_ids: set[int] = set()
 
@@ -109,7 +109,7 @@ def _linear_layers(module: nn.Module, forward: Callable[[], Any]) -> dict[str, n
     linear = {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, nn.Linear) or _is_transposed(layer)
+        if (isinstance(layer, nn.Linear) or _is_transposed(layer)) and "weight" in layer._parameters
     }
     hooks = [layer.register_forward_hook(note) for layer in linear.values()]
     try:

@@ -135,6 +135,17 @@ def test_adapters_that_cannot_be_are_refused_in_one_line(model, message):
         build(model)
 
 
+def normed() -> nn.Module:
+    first = nn.utils.parametrizations.weight_norm(nn.Linear(8, 3))
+    return nn.Sequential(nn.Flatten(), first, nn.Linear(3, 3))
+
+
+def test_a_layer_whose_weight_is_computed_is_no_target():
+    own = {"kind": f"{__name__}:normed"}
+    module = build({**own, "lora": {}}, form((2, 4), 3))
+    assert trained_names(module) == ["2.lora_A.weight", "2.lora_B.weight"]
+
+
 def test_a_layer_whose_weights_alone_are_used_is_no_target():
     images = form((1, 2, 4), 3)
     own = {"kind": f"{__name__}:attention"}
