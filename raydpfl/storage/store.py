@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from raydpfl.errors import ConfigError, FileError, message
 
@@ -37,9 +37,16 @@ def is_address(name: object) -> bool:
 
 
 def local_path(name: str | Path) -> Path:
-    """The path that a name is, also one that begins with file://."""
+    """The path that a name is, also one that begins with file://. Raises `ConfigError` for one of
+    another machine, or that is not whole.
+    """
     text = str(name)
-    return Path(unquote(urlsplit(text).path)) if text.startswith("file://") else Path(name)
+    if not re.match("file:/", text, re.IGNORECASE):
+        return Path(name)
+    whole = re.fullmatch(r"file:(?://(?:localhost)?)?(/(?!/).*)", text, re.IGNORECASE | re.DOTALL)
+    if whole is None:
+        raise ConfigError("--out", text, "file:///WHOLE/PATH, or a path")
+    return Path(unquote(whole[1]))
 
 
 def join_address(address: str | Path, *names: str) -> str:

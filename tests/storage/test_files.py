@@ -369,8 +369,17 @@ def test_directories_that_begin_in_one_second_have_other_names():
     assert len({storage.new("run") for _ in range(5)}) == 5
 
 
-def test_a_file_address_is_a_path(tmp_path):
-    assert storage.join_address(f"file://{tmp_path}/a%20b", "c") == str(tmp_path / "a b" / "c")
+@pytest.mark.parametrize("scheme", ["file://", "file://localhost", "file:", "FILE://"])
+@pytest.mark.parametrize("name,path", [("a%20b", "a b"), ("a#b", "a#b"), ("a?b", "a?b")])
+def test_a_file_address_is_a_path(scheme, name, path):
+    assert storage.join_address(f"{scheme}/tmp/{name}", "c") == f"/tmp/{path}/c"
+
+
+def test_a_file_address_of_another_machine_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"--out = 'file://runs/one': expected file:///WHOLE/PATH"
+    ):
+        storage.location("file://runs/one")
 
 
 def test_a_relative_cache_is_a_whole_path(tmp_path, monkeypatch):
