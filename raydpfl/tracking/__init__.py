@@ -37,6 +37,7 @@ def check_installed(trackers: Sequence[Tracker]) -> None:
     """Raises `ConfigError` for a tracker whose library is not there."""
     for tracker in trackers:
         library = tracker.library
-        if library and importlib.util.find_spec(library) is None:
+        # a folder without code, as W&B leaves one, has a spec too
+        if library and getattr(importlib.util.find_spec(library), "origin", None) is None:
             expected = f"others, or none (track=[]); {tracker.kind} needs pip install "
             raise ConfigError("track", tracker.kind, f"{expected}'raydpfl[{library}]'")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -186,13 +187,17 @@ def test_what_tracks_is_no_part_of_a_trials_name():
     assert Experiment.from_dict({}).track == tracking.parse(["tensorboard"])
 
 
+# the second: of a folder without code, as W&B leaves one in the working directory
+@pytest.mark.parametrize("missing", [None, ModuleSpec("mlflow", None, is_package=True)])
 def test_a_tracker_whose_library_is_missing_is_refused_before_anything_is_written(
-    tmp_path, monkeypatch, complain
+    missing, tmp_path, monkeypatch, complain
 ):
     (tmp_path / "small.yaml").write_text(tracked().to_yaml())
     real = tracking.importlib.util.find_spec
     monkeypatch.setattr(
-        tracking.importlib.util, "find_spec", lambda name: None if name == "mlflow" else real(name)
+        tracking.importlib.util,
+        "find_spec",
+        lambda name: missing if name == "mlflow" else real(name),
     )
     words = ["run", tmp_path / "small.yaml", "track=[mlflow]", "--out", tmp_path / "out"]
     needed = "mlflow needs pip install 'raydpfl[mlflow]'"
