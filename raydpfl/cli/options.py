@@ -14,12 +14,24 @@ import typer
 from rich.console import Console
 
 from raydpfl.cli import completion
+from raydpfl.errors import ConfigError
 
 
 def option(text: str = "", panel: str | None = None, words: tuple[str, ...] = ()) -> Any:
     """An option. `words`: what a shell completes."""
     complete = completion.completer(words) if words else None
     return typer.Option(help=text, rich_help_panel=panel, autocompletion=complete)
+
+
+def directory(text: str) -> Any:
+    """An option for a directory to write, or its address."""
+    return typer.Option(help=text, callback=_check_directory)
+
+
+def _check_directory(name: str | None) -> str | None:
+    if name and name.lower().startswith("memory:"):
+        raise ConfigError("--out", name, "a path, or an address that outlasts the command")
+    return name
 
 
 def argument(text: str, metavar: str, complete: Callable[..., list[str]] | None = None) -> Any:

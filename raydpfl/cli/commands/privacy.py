@@ -14,7 +14,7 @@ from rich.console import Console
 from raydpfl import storage
 from raydpfl.cli import options
 from raydpfl.cli.experiment_reader import new_folder, path_kind, read, read_sweep, stored_code
-from raydpfl.cli.options import argument, count, option, plain_console, print_json
+from raydpfl.cli.options import argument, count, directory, option, plain_console, print_json
 from raydpfl.errors import ConfigError, RunError
 
 ASKED = (
@@ -189,7 +189,7 @@ REPLAYED = (
 def audit(
     config: options.Config,
     overrides: options.Overrides = None,
-    out: Annotated[str | None, option(AUDITED)] = None,
+    out: Annotated[str | None, directory(AUDITED)] = None,
     canaries: Annotated[int, count(CANARIES)] = 2000,
     confidence: Annotated[float, option("Of each lower bound.")] = 0.95,
     delta: Annotated[float | None, option(CLAIMED)] = None,

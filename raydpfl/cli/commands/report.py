@@ -8,7 +8,7 @@ from rich.console import Console
 
 from raydpfl import storage
 from raydpfl.cli.experiment_reader import redirect_errors
-from raydpfl.cli.options import argument, option
+from raydpfl.cli.options import argument, directory, option
 
 REPORTED = "The directory of a run, a sweep, an audit or a study; or several, as for compare."
 WRITTEN = "Where the report goes. Default: DIR/report; of several, a new ./report-NAMES."
@@ -17,7 +17,7 @@ PRINTED = "Figures for 1 column of a paper (3.5 in) or 2 (7.16 in), text of 8 pt
 
 def report(
     directories: Annotated[list[str], argument(REPORTED, "DIR")],
-    out: Annotated[str | None, option(WRITTEN)] = None,
+    out: Annotated[str | None, directory(WRITTEN)] = None,
     columns: Annotated[int | None, option(PRINTED)] = None,
 ) -> None:
     """Make a page, figures and tables of what ran, from its directory alone. Nothing is trained."""
@@ -34,7 +34,7 @@ SCORE = "The score to compare by. Default: that by which the runs are followed."
 def compare(
     directories: Annotated[list[str], argument("Directories of runs, sweeps and studies.", "DIR")],
     metric: Annotated[str | None, option(SCORE)] = None,
-    out: Annotated[str | None, option("Where the page goes. Default: ./report-NAMES.")] = None,
+    out: Annotated[str | None, directory("Where the page goes. Default: ./report-NAMES.")] = None,
 ) -> None:
     """Set runs side by side: a table of how they differ, their scores, epsilons and times;
     and a page with the score over rounds, seconds and epsilon. Seeds are averaged. Nothing is

@@ -16,7 +16,7 @@ from raydpfl import storage
 from raydpfl.cli import options
 from raydpfl.cli.exit_codes import Failed, fail, resumable
 from raydpfl.cli.experiment_reader import new_folder, read, redirect_errors, refuse_resume
-from raydpfl.cli.options import argument, option
+from raydpfl.cli.options import argument, directory, option
 from raydpfl.errors import ConfigError
 
 BEGAN = time.time()  # that is a quarter of a second after the process
@@ -27,7 +27,7 @@ FRESH = "With --resume, where code or processor have changed: new noise, both re
 def run(
     config: options.Config,
     overrides: options.Overrides = None,
-    out: Annotated[str | None, option(PLACE)] = None,
+    out: Annotated[str | None, directory(PLACE)] = None,
     resume: options.Resume = False,
     fresh_noise: Annotated[bool, typer.Option("--fresh-noise", help=FRESH)] = False,
     data_root: options.DataRoot = None,
@@ -117,7 +117,7 @@ RESUMED = "; its run goes on with: raydpfl submit CONFIG --resume {}"
 def submit(
     config: Annotated[str | None, argument(SENT, "CONFIG")] = None,
     overrides: options.Overrides = None,
-    out: Annotated[str | None, option(BACK)] = None,
+    out: Annotated[str | None, directory(BACK)] = None,
     address: Annotated[str | None, option(SERVER)] = None,
     resume: Annotated[str | None, typer.Option(metavar="ID", help=GO_ON)] = None,
     follow: Annotated[str | None, typer.Option(metavar="ID", help=FOLLOW)] = None,

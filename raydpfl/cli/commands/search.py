@@ -13,7 +13,7 @@ from raydpfl import storage
 from raydpfl.cli import completion, options
 from raydpfl.cli.exit_codes import resumable
 from raydpfl.cli.experiment_reader import new_folder, read_sweep, redirect_errors, refuse_resume
-from raydpfl.cli.options import argument, count, option, plain_console
+from raydpfl.cli.options import argument, count, directory, option, plain_console
 from raydpfl.errors import ConfigError, RunError
 
 SWEPT = "Sweep directory, or its address (s3://BUCKET/SWEEP); default: a new one under runs/."
@@ -22,7 +22,7 @@ SWEPT = "Sweep directory, or its address (s3://BUCKET/SWEEP); default: a new one
 def sweep(
     config: options.Config,
     overrides: options.Overrides = None,
-    out: Annotated[str | None, option(SWEPT)] = None,
+    out: Annotated[str | None, directory(SWEPT)] = None,
     resume: options.Resume = False,
     data_root: options.DataRoot = None,
     address: options.Address = None,
@@ -67,7 +67,7 @@ SCALES = ("smoke", "small", "paper")
 def reproduce(
     studies: Annotated[list[str] | None, argument(REPRODUCED, "STUDY", completion.studies)] = None,
     scale: Annotated[str | None, option(f"{SCALED} Default: small.", words=SCALES)] = None,
-    out: Annotated[str | None, option(INTO)] = None,
+    out: Annotated[str | None, directory(INTO)] = None,
     resume: options.Resume = False,
     seeds: Annotated[int | None, count(SEEDS)] = None,
     only: Annotated[list[str] | None, option(ONLY)] = None,
