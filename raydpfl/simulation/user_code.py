@@ -133,7 +133,7 @@ def stored_code(run: str | Path, prefer_stored: bool = False) -> Iterator[Path |
         _check_private([place, *place.rglob("*")])
         for cache in [*place.rglob("__pycache__")]:  # what is run is what can be read
             shutil.rmtree(cache, ignore_errors=True)
-        differing_files = _differing_files(place)
+        differing_files = differing_modules(place)
         if not differing_files:
             yield None
             return
@@ -162,7 +162,7 @@ def _check_private(paths: Sequence[Path]) -> None:
             raise ConfigError("code", str(path), f"{expected}read it, then take a copy of it")
 
 
-def _differing_files(place: Path) -> dict[str, tuple[Path, Path | None]]:
+def differing_modules(place: Path) -> dict[str, tuple[Path, Path | None]]:
     """By module, stored files found nowhere else with the same statements; what is there."""
     differing_files = {}
     for path in sorted(path for path in place.rglob("[!.]*") if path.is_file()):
@@ -185,4 +185,4 @@ def _warn(differing_files: Mapping[str, tuple[Path, Path | None]], place: Path) 
     differ = ", ".join(str(source) for _, source in differing_files.values() if source)
     if differ:
         message = "%s differs from what the run began with, stored in %s: that is used; "
-        log.warning(message + "--fresh-noise would take the new code", differ, place)
+        log.warning(message + "of a run, --fresh-noise would take the new code", differ, place)

@@ -23,7 +23,7 @@ from raydpfl.runtime.runner import hold_folder
 from raydpfl.storage.files import LOCK, read_json, read_text, remove
 from raydpfl.storage.run_files import clear, make_folder, replace_file, write_json
 from raydpfl.sweep.resources import Resources
-from raydpfl.sweep.trials import Trial, check, name_of, trained_runs
+from raydpfl.sweep.trials import Trial, check, check_code, name_of, trained_runs
 
 BUSY_TIMEOUT = 10.0  # seconds that processes of an earlier start may take to release the directory
 # what a kill leaves half written: Ray Tune's state, and files by the process that wrote them
@@ -107,6 +107,7 @@ class SearchRunner(ABC):
         if name not in self._trials:
             trial = Trial(label, experiment, self.folder / "trials" / name, window=self.last)
             check(trial.folder, experiment, searched_keys, trial.display_name())
+            check_code(trial.folder, trial.display_name())
             trial.read()
             trial.before = trial.finished
             if not trial.before:  # it continues, or is tried again

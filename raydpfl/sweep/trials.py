@@ -34,6 +34,7 @@ from raydpfl.experiment import Experiment
 from raydpfl.models import metric_columns
 from raydpfl.report.run_reader import numbers, read_table
 from raydpfl.simulation.plan import DISPLAY_SECTIONS, FREE_KEYS
+from raydpfl.simulation.user_code import CODE_FOLDER, differing_modules
 from raydpfl.storage.files import read_json
 from raydpfl.sweep.spaces import fill_spaces
 
@@ -254,6 +255,13 @@ def check(folder: Path, experiment: Experiment, searched_keys: Collection[str], 
         if config_leaves.get(key) != stored_leaves.get(key) and not is_unresolved:
             difference = f"its {key} is {stored_leaves.get(key)!r}, not {config_leaves.get(key)!r}"
             raise _directory_error(path, f"{owner}; {difference}")
+
+
+def check_code(folder: Path, name: str) -> None:
+    """Raises `ConfigError` if the directory has other user-defined code than is imported here."""
+    for module, (_, source) in differing_modules(folder / CODE_FOLDER).items():
+        difference = f"its code of {module} is not that of {source or 'this process'}"
+        raise _directory_error(folder, f"the directory of {name}; {difference}")
 
 
 def _directory_error(path: Path, expected: str) -> ConfigError:

@@ -325,14 +325,21 @@ def test_with_trust_a_model_of_user_defined_code_comes_from_what_the_run_keeps(
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_where_there_are_no_such_modules(tmp_path):
+@pytest.mark.parametrize("kind", ["sweep", "reproduce"])
+def test_many_runs_go_on_with_the_code_they_began_with(kind, tmp_path):
     here = written(tmp_path / "here")
-    tree = {**CONFIG, "rounds": 2, "bounding": {"kind": "mine:Half", "bound": {"grid": [0.5, 1.0]}}}
-    (here / "c.yaml").write_text(yaml.safe_dump(tree))
-    command(here, "-m", "raydpfl", "sweep", "c.yaml", "--out", tmp_path / "sweep", "--quiet")
-    assert (tmp_path / "sweep" / "code" / "mine.py").read_text() == MINE
-    trials = sorted((tmp_path / "sweep" / "trials").iterdir())
+    spaces: dict = {"bounding": {"kind": "mine:Half", "bound": {"grid": [0.5, 1.0]}}}
+    if kind == "reproduce":
+        about = {"id": "mine/x", "seeds": 2, "tuning_seeds": 1, "grow": 0}
+        spaces = {"study": about, "arms": {"Mine": {}}, "show": []}
+    (here / "c.yaml").write_text(yaml.safe_dump({**CONFIG, "rounds": 2, **spaces}))
+    command(here, "-m", "raydpfl", kind, "c.yaml", "--out", tmp_path / "out", "--quiet")
+    assert (tmp_path / "out" / "code" / "mine.py").read_text() == MINE
+    trials = sorted((tmp_path / "out" / "trials").iterdir())
+    assert len(trials) == 2
     before = sha(trials[0])
-    (trials[0] / "summary.json").unlink()
-    command(tmp_path, "-m", "raydpfl", "sweep", "sweep", "--resume", "--quiet")
-    assert len(trials) == 2 and sha(trials[0]) == before
+    written(tmp_path / "other", **{"late.py": "HALF = 0.25\n"})
+    for folder in (tmp_path, tmp_path / "other"):
+        shutil.rmtree(trials[0])
+        command(folder, "-m", "raydpfl", kind, tmp_path / "out", "--resume", "--quiet")
+        assert sha(trials[0]) == before

@@ -24,6 +24,7 @@ from test_same_bits import kill_tree
 from test_sweep import finished
 
 import raydpfl
+from raydpfl import run
 from raydpfl.cli.search_display import StudyDisplay
 from raydpfl.data.sources.image_sets import TorchvisionImages
 from raydpfl.errors import ConfigError
@@ -953,6 +954,24 @@ def test_a_study_goes_on_with_more_seeds_and_arms_and_runs_nothing_again(ran, sh
     assert [row["arm"] for row in rows] == [arm for arm in (*ARMS, "Sixth") for _ in range(3)] * 2
     with pytest.raises(ConfigError, match="--scale = 'paper': expected 'small', as in the study"):
         reproduce(Study.from_dict(given, "paper", place=out), out=out, resume=True)
+
+
+def test_a_study_keeps_its_code_and_does_not_go_on_with_another(tmp_path, monkeypatch):
+    code = tmp_path / "halves.py"
+    code.write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    arms = {"Mine": {"bounding": {"kind": "halves:Halve"}}}
+    asked = study(arms=arms, study={"id": "mine/code"}, rounds=1)
+    runner = runner_of(asked, tmp_path / "out")
+    with runner.started():
+        trial = runner.trials[0]
+        run(trial.experiment, trial.folder)
+    assert (tmp_path / "out" / "code" / "halves.py").read_text() == OWN
+    code.write_text(OWN.replace("0.5 *", "1.0 *"))
+    again = runner_of(asked, tmp_path / "out")
+    again.advance()
+    problem = next(iter(again.progress.values())).problem
+    assert f"its code of halves is not that of {code}" in problem
 
 
 # --- however it ends, for `tests/runtime/test_cluster.py` ---

@@ -421,6 +421,10 @@ BROKEN = {
         lambda out: (of(out, 0.1, 3) / "config.yaml").unlink(),
         "it has ledger.jsonl but no config.yaml",
     ),
+    "a trial has other code": (
+        lambda out: ((code := of(out, 0.1, 3) / "code").mkdir(), (code / "a.py").touch()),
+        "seed=3; its code of a is not that of this process",
+    ),
     "a trial is a file": (
         lambda out: instead_of(of(out, 0.1, 3)),
         "the directory of local.lr=0.1 seed=3; it is no directory",

@@ -79,6 +79,7 @@ def reproduce(
     """Run a paper's table or figure: tune every arm alike, run it with fresh seeds, compare."""
     from raydpfl.cli.preview import list_studies
     from raydpfl.cli.search_display import StudyDisplay
+    from raydpfl.simulation import user_code
     from raydpfl.sweep import study as studying
 
     console = plain_console(quiet)
@@ -101,6 +102,8 @@ def reproduce(
             if storage.is_address(name):
                 folder = stack.enter_context(storage.readable_folder(name, "study", _is_study_file))
                 names[place] = str(folder)
+            code_source = out if out and resume and len(names) == 1 else names[place]
+            stack.enter_context(user_code.stored_code(code_source, prefer_stored=resume))
         with redirect_errors("reproduce", *studies):
             labels = _labels_by_axis(only or ())
             study_specs = [studying.Study.named(name, scale, seeds, only=labels) for name in names]
@@ -129,4 +132,4 @@ def _labels_by_axis(filters: Sequence[str]) -> dict[str, list[str]]:
 
 def _is_study_file(file: str) -> bool:
     """Whether a file of a study's directory is read where the study is run."""
-    return file == "study.yaml" or file.startswith("published/")
+    return file == "study.yaml" or file.startswith(("published/", "code/"))

@@ -17,6 +17,7 @@ from raydpfl import data, report, storage
 from raydpfl.core import signals
 from raydpfl.errors import ConfigError, FileError
 from raydpfl.privacy import Composition
+from raydpfl.simulation import user_code
 from raydpfl.storage.run_files import make_folder
 from raydpfl.sweep.resources import Resources
 from raydpfl.sweep.search_privacy import UNREADABLE, compose_search, former_runs
@@ -76,6 +77,9 @@ class StudyRunner(SearchRunner):
         return not all(cell.complete for cell in cells)
 
     def copy_inputs(self) -> None:
+        seed = self.study.final_seeds().start
+        pairs = [(cell, values) for cell in self.study.cells for values in cell.setting_values()]
+        user_code.store_code((cell.experiment(values, seed) for cell, values in pairs), self.folder)
         for name, path in self.study.published_tables().items():
             place = self.folder / "published" / name
             if path != place:
