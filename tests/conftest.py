@@ -79,6 +79,14 @@ def experiment(**sections):
     return Experiment.from_dict(tree)
 
 
+def mechanism(kind="fixed", population=1920, cohort=80, std=4.0, rounds=100, **fields):
+    """Noised sums over cohorts of updates within 1; by default those of PRIVACY.md sec. 2."""
+    from raydpfl.privacy import Mechanism, Query, Sampling
+
+    sampling = Sampling(kind, population, cohort)
+    return Mechanism(sampling, (Query("updates", 1.0, std),), rounds, **fields)
+
+
 def local_steps(*, samples: int, batch: int, steps: int, bound: float, std: float):
     """One client's DP-SGD: `std` is that of the noise on the mean gradient of a batch."""
     from raydpfl.privacy import Mechanism, Query, Sampling

@@ -2,7 +2,9 @@
 
 import json
 import math
+from functools import partial
 
+import conftest
 import pytest
 
 from raydpfl import privacy
@@ -12,8 +14,7 @@ from raydpfl.privacy import Mechanism, Query, Sampling, calibration, epsilon, no
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-def mechanism(kind="fixed", population=1920, cohort=80, rounds=100, std=0.0):
-    return Mechanism(Sampling(kind, population, cohort), (Query("update", 1.0, std),), rounds)
+mechanism = partial(conftest.mechanism, std=0.0)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +89,8 @@ def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path, monkeypatch):
 @pytest.mark.parametrize("target", [math.nan, 0.0, -1.0, math.inf, "3"])
 def test_a_target_that_is_no_budget_is_refused(target):
     for question in (noise_for, rounds_for):
-        with pytest.raises(ConfigError) as error:
+        with conftest.refusal(begins="target: "):
             question(target, mechanism(std=1.0), "replace_one", 1e-5)
-        assert error.value.field == "target"
 
 
 def test_a_combination_that_is_not_covered_is_refused():

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import experiment, messages
+from conftest import experiment, mechanism, messages
 from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
@@ -34,8 +34,8 @@ BOTH = ["pld", "rdp"]
 
 
 def released(kind, cohort, z, rounds, seed=0, cohorts="", relation="add_remove"):
-    mechanism = Mechanism(Sampling(kind, 1000, cohort), (Query("updates", 1.0, z),), rounds)
-    return RunRelease(f"{kind} {z}", mechanism, relation, rounds, None, seed, cohorts)
+    run = mechanism(kind, 1000, cohort, z, rounds)
+    return RunRelease(f"{kind} {z}", run, relation, rounds, None, seed, cohorts)
 
 
 def hidden(joint):
@@ -368,8 +368,7 @@ def test_clients_that_the_data_name_are_in_the_runs_of_every_seed(
 def test_stored_runs_compose_with_the_rounds_of_their_ledgers():
     a, b = stored("a", "data.seed=3"), stored("b", "data.seed=3", "seed=1")
     planned = compose([a, b])
-    mechanism = planned.runs[0].mechanism
-    line = {"mechanism": mechanism.round_digest(), "epsilon": {}}
+    line = {"mechanism": planned.runs[0].mechanism.round_digest(), "epsilon": {}}
     begun = [{**line, "round": t, "key": "a"} for t in range(2)]
     again = [{**line, "round": 1, "restart": 1, "key": "a1"}]  # released twice: three releases
     part = compose([replace(a, ledger=begun), b])
@@ -420,8 +419,8 @@ def test_a_restarted_run_composes_the_noise_of_every_release(noise):
 
 def test_colluders_of_all_runs_are_composed():
     runs = [released("fixed", 100, 3.0, 5, seed, relation="zero_out") for seed in (0, 1)]
-    mechanism = replace(runs[0].mechanism, placement="client", colluders=5)
-    joint = together([replace(run, mechanism=mechanism) for run in runs], 1e-5, ["pld"])
+    shared = replace(runs[0].mechanism, placement="client", colluders=5)
+    joint = together([replace(run, mechanism=shared) for run in runs], 1e-5, ["pld"])
     (known,) = [one for one in joint.guarantees if one.observer == Observer.COLLUDERS]
-    seen = mechanism.with_colluders(known_cohorts=True).with_known_cohorts()
+    seen = shared.with_colluders(known_cohorts=True).with_known_cohorts()
     assert known.epsilon == pytest.approx(privacy.epsilon(seen, "zero_out", 1e-5, 10, "pld"), 1e-6)

@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 import pytest
+from conftest import mechanism
 
 from raydpfl.core.prng import Purpose, stream
-from raydpfl.privacy import Mechanism, Query, Sampling, gaussian_delta, gaussian_epsilon
+from raydpfl.privacy import gaussian_delta, gaussian_epsilon
 from raydpfl.privacy.guarantee import Observer
 from raydpfl.privacy.individual import IndividualBudgets
 
@@ -69,10 +70,9 @@ def test_a_filter_lets_through_what_the_budget_allows_and_no_more(relation):
 
 
 def test_a_guarantee_is_the_largest_budget_and_more_for_single_updates():
-    query = (Query("updates", 1.0, 4.0),)
-    mechanism = Mechanism(Sampling("fixed", 100, 16), query, 50, placement="client")
+    fixed = mechanism("fixed", 100, 16, 4.0, 50, placement="client")
     budgets = IndividualBudgets(np.array([1.0, 4.0, math.inf]), 1e-5, "replace_one")
-    sums, single = budgets.guarantees(mechanism)
+    sums, single = budgets.guarantees(fixed)
     assert sums.epsilon == pytest.approx(4.0, rel=1e-9)
     assert sums.observer == Observer.AGGREGATES
     assert sums.sampling.knows == "cohort known, own budgets"
@@ -80,8 +80,7 @@ def test_a_guarantee_is_the_largest_budget_and_more_for_single_updates():
     assert any("have left" in words for words in sums.exclusions)
     assert "1 public clients" in sums.exclusions[-1]
     assert "from 1 to 4" in str(sums.sampling)
-    (sums,) = IndividualBudgets(np.ones(2), 1e-5, "add_remove").guarantees(
-        Mechanism(Sampling("poisson", 100, 16), query, 50)
-    )
+    poisson = mechanism("poisson", 100, 16, 4.0, 50)
+    (sums,) = IndividualBudgets(np.ones(2), 1e-5, "add_remove").guarantees(poisson)
     assert sums.relation == "zero_out"
-    assert not list(IndividualBudgets(np.full(2, math.inf), 1e-5, "zero_out").guarantees(mechanism))
+    assert not list(IndividualBudgets(np.full(2, math.inf), 1e-5, "zero_out").guarantees(fixed))

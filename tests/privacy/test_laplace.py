@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from conftest import experiment
+from conftest import experiment, mechanism
 from dp_accounting import dp_event, pld, rdp
 from scipy.stats import kstest
 
@@ -12,7 +12,7 @@ from raydpfl import run
 from raydpfl.errors import ConfigError
 from raydpfl.methods.noise import FAMILY
 from raydpfl.methods.noise.laplace import LaplaceSource
-from raydpfl.privacy import Mechanism, Query, Sampling, delta, epsilon, guarantees, tradeoff
+from raydpfl.privacy import delta, epsilon, guarantees, tradeoff
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.privacy.laplace import laplace_delta
 
@@ -22,9 +22,8 @@ ROOT = math.sqrt(2)
 
 def of(kind, population, cohort, scale, rounds, factors=()):
     """Sums of L1 bound 1 with Laplace noise of this scale."""
-    query = Query("updates", 1.0, ROOT * scale)
-    sampling = Sampling(kind, population, cohort)
-    return Mechanism(sampling, (query,), rounds, laplace=True, factors=factors)
+    fields = {"laplace": True, "factors": factors}
+    return mechanism(kind, population, cohort, ROOT * scale, rounds, **fields)
 
 
 def test_one_round_is_pure_and_so_are_many():
@@ -44,10 +43,10 @@ def test_one_round_is_pure_and_so_are_many():
     ("z", "rounds", "at"), [(20.197, 6, 8.2e-6), (1.0, 10, 1e-5), (5.0, 3, 1e-4)]
 )
 def test_pld_is_never_above_rdp(z, rounds, at):
-    mechanism = of("full", 9, 9, z / ROOT, rounds)
-    by_rdp = epsilon(mechanism, "zero_out", at, accountant="rdp")
-    assert epsilon(mechanism, "zero_out", at) == by_rdp
-    event = mechanism.event("zero_out")
+    full = of("full", 9, 9, z / ROOT, rounds)
+    by_rdp = epsilon(full, "zero_out", at, accountant="rdp")
+    assert epsilon(full, "zero_out", at) == by_rdp
+    event = full.event("zero_out")
     deltas = [ACCOUNTANTS[name].delta_of(event, by_rdp, rounds) for name in ("pld", "rdp")]
     assert deltas[0] <= deltas[1] <= at * (1 + 1e-9)
 
@@ -58,17 +57,15 @@ def test_compositions_are_those_of_the_library(q, scale, rounds):
     laplace = dp_event.LaplaceDpEvent(scale)
     event = laplace if q == 1 else dp_event.PoissonSampledDpEvent(q, laplace)
     library.compose(event, rounds)
-    mechanism = of("full" if q == 1 else "poisson", 1000, int(1000 * q), scale, rounds)
+    sums = of("full" if q == 1 else "poisson", 1000, int(1000 * q), scale, rounds)
     relation = "zero_out" if q == 1 else "add_remove"
-    spent = epsilon(mechanism, relation, DELTA)
+    spent = epsilon(sums, relation, DELTA)
     assert spent == pytest.approx(library.get_epsilon(DELTA), rel=5e-3)
-    assert 0 <= tradeoff(mechanism, relation).true_positives(1e-3) < 1
+    assert 0 <= tradeoff(sums, relation).true_positives(1e-3) < 1
     if q == 1:
         known = rdp.RdpAccountant().compose(laplace, rounds).get_epsilon(DELTA)
-        assert epsilon(mechanism, relation, DELTA, accountant="rdp") == pytest.approx(
-            known, rel=0.02
-        )
-        assert spent <= known
+        by_rdp = epsilon(sums, relation, DELTA, accountant="rdp")
+        assert by_rdp == pytest.approx(known, rel=0.02) and spent <= known
 
 
 @pytest.mark.parametrize("parts", [(0.5, 0.5), (1.5, 0.2), (0.3, 0.3, 0.4)])
@@ -101,8 +98,7 @@ def test_fixed_cohorts_are_covered_and_others_named():
 
 def test_draws_with_replacement_are_not_covered():
     """Moved by m bounds, Laplace noise is not dominated by m^2 rounds, as Gaussian noise is."""
-    sampling = Sampling("with_replacement", 100, 10)
-    drawn = Mechanism(sampling, (Query("u", 1.0, 100.0),), 3, laplace=True)
+    drawn = mechanism("with_replacement", 100, 10, 100.0, 3, laplace=True)
     spent = guarantees(drawn, "replace_one", 1e-3, accountants=["pld"], participations=2)
     assert all(math.isinf(one.epsilon) for one in spent)
 
@@ -122,7 +118,7 @@ def test_a_run_with_laplace_noise_holds_its_epsilon(tmp_path):
     spent, known = (one.epsilon for one in result.guarantees)
     assert 8.9 < spent <= 9.0 < known
     std = result.rounds["noise_std"].to_pylist()[0]
-    mechanism = of("fixed", 50, 20, std / 2.0 / ROOT, 4)
-    assert epsilon(mechanism, "replace_one", DELTA) == pytest.approx(spent, rel=1e-3)
+    fixed = of("fixed", 50, 20, std / 2.0 / ROOT, 4)
+    assert epsilon(fixed, "replace_one", DELTA) == pytest.approx(spent, rel=1e-3)
     clip = experiment(**given, privacy=asked).bounding
     assert clip.order == 1 and not clip.scales and clip.factor(4.0, 2.0) == 0.5

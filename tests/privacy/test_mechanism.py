@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from conftest import experiment
+from conftest import experiment, mechanism, refusal
 
 from raydpfl import privacy
 from raydpfl.errors import ConfigError
@@ -73,9 +73,8 @@ OTHERS = {
 def test_nonsense_is_refused_by_name(field):
     made = OTHERS.get(field) or [partial(Sampling, *each) for each in SAMPLED[field]]
     for make in made:
-        with pytest.raises(ConfigError) as error:
+        with refusal(begins=f"{field}: "):
             make()
-        assert error.value.field == field
 
 
 def test_a_sampling_says_in_words_who_takes_part_and_whether_that_is_secret():
@@ -169,10 +168,7 @@ class Halves(SamplingScheme):
 
 
 def test_a_sampling_law_of_ones_own_needs_no_change_of_an_accountant():
-    queries = (Query("updates", 1.0, 4.0),)
-    mine, fixed = (
-        Mechanism(Sampling(kind, 1920, 80), queries, 100) for kind in (Halves(), "fixed")
-    )
+    mine, fixed = (mechanism(kind) for kind in (Halves(), "fixed"))
     assert str(mine.sampling) == "80 of 1920, by halves" and mine.sampling.hidden
     assert privacy.epsilon(mine, "replace_one", 1e-5) == privacy.epsilon(fixed, "replace_one", 1e-5)
     reason = "cohorts by sampling scheme halves are not covered by rdp; nearest: pld"
@@ -188,7 +184,7 @@ def test_a_sampling_law_of_ones_own_needs_no_change_of_an_accountant():
 
 LOSSES_TOO = replace(MECHANISM, queries=(QUERY, LOSSES))
 STEPS = privacy.LocalSteps([100, 60, 80], 10, 5, 1.0, 1e-5, [2.0, 2.0, 0.5])
-SUMS = Mechanism(Sampling("poisson", 60, 10), (Query("updates", 1.0, 4.0),), rounds=4)
+SUMS = mechanism("poisson", 60, 10, rounds=4)
 
 
 @pytest.mark.parametrize("release", [SUMS, STEPS], ids=["sums over cohorts", "local steps"])

@@ -6,15 +6,16 @@ import math
 
 import numpy as np
 import pytest
+from conftest import mechanism
 from dp_accounting import dp_event
 from dp_accounting.rdp import RdpAccountant
 from scipy.stats import norm
 
 from raydpfl.errors import ConfigError
-from raydpfl.privacy import Mechanism, Query, Repetition, Sampling, pld, rdp
+from raydpfl.privacy import Repetition, pld, rdp
 from raydpfl.privacy.accountants import ACCOUNTANTS
 
-POISSON = Mechanism(Sampling("poisson", 1000, 100), (Query("updates", 1.0, 2.6),), 100)
+POISSON = mechanism("poisson", 1000, 100, 2.6)
 SEARCHES = {
     "geometric": Repetition("geometric", 10),
     "Poisson": Repetition("poisson", 30),

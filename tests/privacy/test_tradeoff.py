@@ -2,20 +2,17 @@
 
 import numpy as np
 import pytest
+from conftest import mechanism
 from scipy.special import ndtr, ndtri
 
-from raydpfl.privacy import Mechanism, Query, Sampling, TradeOff, delta, tradeoff
+from raydpfl.privacy import TradeOff, delta, tradeoff
 
 RATES = np.concatenate([np.geomspace(1e-8, 0.1, 30), np.linspace(0.1, 1, 30)])
 
 
-def of(kind, population, cohort, z, rounds):
-    return Mechanism(Sampling(kind, population, cohort), (Query("updates", 1.0, z),), rounds)
-
-
 def test_one_poisson_round_has_the_errors_of_the_most_powerful_test_in_both_directions():
     q, z = 0.1, 1.3
-    curve = tradeoff(of("poisson", 100, 10, z, 1), "add_remove")
+    curve = tradeoff(mechanism("poisson", 100, 10, z, 1), "add_remove")
     at = np.linspace(-6, 8, 4000)  # the likelihood ratio rises with the sum
     absent = ndtr(-at)
     missed = (1 - q) * ndtr(at) + q * ndtr(at - 1 / z)
@@ -31,19 +28,19 @@ def test_one_poisson_round_has_the_errors_of_the_most_powerful_test_in_both_dire
 
 
 def test_what_nothing_amplifies_is_one_gaussian_in_all_that_is_said_of_it():
-    mechanism = of("full", 10, 10, 3.0, 9)
-    curve = tradeoff(mechanism, "replace_one")
+    full = mechanism("full", 10, 10, 3.0, 9)
+    curve = tradeoff(full, "replace_one")
     assert curve.mu == pytest.approx(2.0)
     assert curve.nearest_gaussian() == (curve.mu, 0.0)
     assert curve.true_positives(RATES) == pytest.approx(ndtr(ndtri(RATES) + 2), abs=1e-12)
-    assert curve.delta(0.7) == pytest.approx(delta(mechanism, "replace_one", 0.7))
+    assert curve.delta(0.7) == pytest.approx(delta(full, "replace_one", 0.7))
     known = TradeOff(curve.epsilons, curve.deltas)  # the same from its profile alone
     assert (known.false_negatives(RATES) <= curve.false_negatives(RATES) + 1e-12).all()
     assert known.nearest_gaussian()[0] == pytest.approx(2.0, rel=1e-5)
 
 
 def test_the_nearest_gaussian_is_that_of_its_paper_and_below_the_curve():
-    curve = tradeoff(of("poisson", 1000, 328, 9.4, 2000), "add_remove")
+    curve = tradeoff(mechanism("poisson", 1000, 328, 9.4, 2000), "add_remove")
     mu, regret = curve.nearest_gaussian()
     assert (mu, regret) == pytest.approx((1.5686, 1.02e-3), rel=1e-2)  # gdpnum's README
     rates = RATES[RATES < 0.99]
@@ -55,19 +52,19 @@ def test_the_nearest_gaussian_is_that_of_its_paper_and_below_the_curve():
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_no_curve_claims_more_than_the_profile_it_is_of(accountant):
-    mechanism = of("fixed", 1920, 80, 2.0, 100)
-    curve = tradeoff(mechanism, "replace_one", accountant=accountant)
+    fixed = mechanism(std=2.0)
+    curve = tradeoff(fixed, "replace_one", accountant=accountant)
     epsilons = np.array([0.0, 0.21, 0.9, 2.0])
-    exact = [delta(mechanism, "replace_one", at, accountant=accountant) for at in epsilons]
+    exact = [delta(fixed, "replace_one", at, accountant=accountant) for at in epsilons]
     found = curve.delta(epsilons)
     assert (found >= np.array(exact) * (1 - 1e-9)).all()
     assert found == pytest.approx(exact, rel=2e-3)
     lines = 1 - found[:, None] - np.exp(epsilons)[:, None] * RATES
     assert (curve.false_negatives(RATES) >= lines.max(axis=0) - 1e-6).all()
-    loose = tradeoff(mechanism, "replace_one", accountant="rdp").false_negatives(RATES)
-    assert (loose <= tradeoff(mechanism, "replace_one").false_negatives(RATES) + 1e-9).all()
+    loose = tradeoff(fixed, "replace_one", accountant="rdp").false_negatives(RATES)
+    assert (loose <= tradeoff(fixed, "replace_one").false_negatives(RATES) + 1e-9).all()
 
 
 def test_without_noise_an_attack_makes_no_error():
-    silent = of("poisson", 100, 10, 0.0, 5)
+    silent = mechanism("poisson", 100, 10, 0.0, 5)
     assert tradeoff(silent, "add_remove").true_positives([1e-3]).tolist() == [1.0]
