@@ -43,40 +43,15 @@ def probe(columns=(), values=(), **given):
     return Given
 
 
-class Taken(probe(columns=("norm",))):
-    pass
-
-
-class Drawn(probe(columns=("contribution",))):
-    pass
-
-
-class Bound(probe(values=("bound",))):
-    pass
-
-
-class Rounds(probe(tables={"rounds": ["round"]})):
-    pass
-
-
-class Narrow(probe(columns=("peak",), chunk={"peak": np.zeros(1)})):
-    pass
-
-
-class Missing(probe(columns=("peak",))):
-    pass
-
-
-class Secret(probe(chunk={"norm": np.zeros(1)})):
-    pass
-
-
-class Undeclared(probe(round={"epsilon_rdp": 0.0})):
-    pass
-
-
-class Vector(probe(values=("drift",), round={"drift": np.ones(2)})):
-    pass
+Taken = probe(columns=("norm",))
+Drawn = probe(columns=("contribution",))
+Bound = probe(values=("bound",))
+Rounds = probe(tables={"rounds": ["round"]})
+Narrow = probe(columns=("peak",), chunk={"peak": np.zeros(1)})
+Missing = probe(columns=("peak",))
+Secret = probe(chunk={"norm": np.zeros(1)})
+Undeclared = probe(round={"epsilon_rdp": 0.0})
+Vector = probe(values=("drift",), round={"drift": np.ones(2)})
 
 
 class Reals(Probe):
@@ -178,24 +153,11 @@ def direction(value):
     return Given
 
 
-class Shorter(direction(lambda update: update[:-1])):
-    pass
-
-
-class Scalar(direction(lambda update: float(update.mean()))):
-    pass
-
-
-class Complex(direction(np.fft.fft)):
-    pass
-
-
-class Changing(direction(lambda update: None)):
-    pass
-
-
-class Tensor(direction(torch.from_numpy)):
-    pass
+Shorter = direction(lambda update: update[:-1])
+Scalar = direction(lambda update: float(update.mean()))
+Complex = direction(np.fft.fft)
+Changing = direction(lambda update: None)
+Tensor = direction(torch.from_numpy)
 
 
 class Bare(Selection):
@@ -219,16 +181,9 @@ def size(value, **given):
     return Given
 
 
-class Text(size("1")):
-    pass
-
-
-class Zero(size(0)):
-    pass
-
-
-class Single(size(np.float32(1))):
-    pass
+Text = size("1")
+Zero = size(0)
+Single = size(np.float32(1))
 
 
 class Cut(NoiseSource):
@@ -236,8 +191,7 @@ class Cut(NoiseSource):
         return super().on_sum(t, std)[:-1]
 
 
-class Lacking(size(1.0, source=Cut)):
-    pass
+Lacking = size(1.0, source=Cut)
 
 
 class Sums(Metric):
