@@ -309,13 +309,6 @@ def test_a_run_that_goes_on_has_the_same_validation_scores(tmp_path):
     }
 
 
-def test_actors_score_as_one_process_does(tmp_path, shared_ray):
-    inline = run(experiment(evaluate=HALF), tmp_path / "inline")
-    actors = run(experiment(evaluate=HALF, client={"actors": 2}), tmp_path / "actors")
-    names = ["test_loss", "test_accuracy", "validation_loss", "validation_accuracy"]
-    assert inline.rounds.select(names).equals(actors.rounds.select(names))
-
-
 # --- clients that are held out ---
 
 
