@@ -54,13 +54,18 @@ def convolutions(reads: bool) -> nn.Module:
     return net("Reader", forward, first=nn.Conv2d(2, 4, 3, stride=2, padding=1), **filters)
 
 
-def updates(module: nn.Module, local: Sgd, crops: bool) -> tuple[torch.Tensor, int]:
+def rows(clients: int) -> tuple[torch.Tensor, torch.Tensor]:
     draw = torch.Generator().manual_seed(1)
-    x = torch.rand(2, 6, 2, 2, 2, generator=draw)
-    y = torch.randint(4, (2, 6), generator=draw)
+    x = torch.rand(clients, 6, 2, 2, 2, generator=draw)
+    return x, torch.randint(4, (clients, 6), generator=draw)
+
+
+def updates(module, local: Sgd, x, y, sizes, clients, crops: bool) -> tuple[torch.Tensor, int]:
+    """Of these clients, and of how many layers taps were left out."""
     trainer = Trainer(module, local, backend="loop", seed=0)
     trainer.backend.crops = crops
-    chunk = trainer.chunk(models.flatten(module), x, y, [6, 5], t=0, clients=[0, 1], draws=[0, 0])
+    same = {"t": 0, "clients": clients, "draws": [0] * len(clients)}
+    chunk = trainer.chunk(models.flatten(module), x, y, sizes, **same)
     found = torch.cat([block.updates for block in chunk])
     return found, len(trainer.backend.cropped_taps)
 
@@ -70,8 +75,9 @@ def updates(module: nn.Module, local: Sgd, crops: bool) -> tuple[torch.Tensor, i
 def test_the_loop_trains_as_without_the_crop_also_where_a_weight_is_read(local, reads):
     torch.manual_seed(0)
     module = convolutions(reads)
-    expected, _ = updates(module, local, crops=False)
-    found, cropped = updates(module, local, crops=True)
+    given = (module, local, *rows(2), [6, 5], [0, 1])
+    expected, _ = updates(*given, crops=False)
+    found, cropped = updates(*given, crops=True)
     assert cropped == 2
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
     if not reads:  # of nine taps one has moved
@@ -82,8 +88,7 @@ def test_the_loop_trains_as_without_the_crop_also_where_a_weight_is_read(local, 
 def test_clipped_samples_have_all_taps():
     torch.manual_seed(0)
     module = convolutions(False)
-    draw = torch.Generator().manual_seed(1)
-    x, y = torch.rand(1, 6, 2, 2, 2, generator=draw), torch.randint(4, (1, 6), generator=draw)
+    x, y = rows(1)
 
     def update(backend: str) -> torch.Tensor:
         trainer = Trainer(module, Sgd(steps=3, batch=3), backend=backend, seed=0, clip=0.5)
@@ -105,16 +110,10 @@ def test_images_of_another_size_have_all_taps_in_every_order_of_clients(bright, 
     module = net("Sizes", forward, filters=nn.Conv2d(2, 4, 3, padding=1))
     x, y = torch.rand(2, 6, 2, 2, 2), torch.randint(4, (2, 6))
     x[bright] += 2
-
-    def train(x: torch.Tensor, y: torch.Tensor, clients: list[int], crops: bool) -> torch.Tensor:
-        trainer = Trainer(module, local, backend="loop", seed=0)
-        trainer.backend.crops = crops
-        same = {"t": 0, "clients": clients, "draws": [0] * len(clients)}
-        chunk = trainer.chunk(models.flatten(module), x, y, [6] * len(clients), **same)
-        found = torch.cat([block.updates for block in chunk])
-        assert len(trainer.backend.cropped_taps) == crops
-        return found
-
-    found = train(x, y, [0, 1], True)
-    assert torch.allclose(found, train(x, y, [0, 1], False), rtol=1e-4, atol=1e-6)
-    assert torch.equal(found[1:], train(x[1:], y[1:], [1], True))
+    both = (module, local, x, y, [6, 6], [0, 1])
+    found, cropped = updates(*both, crops=True)
+    expected, whole = updates(*both, crops=False)
+    alone, again = updates(module, local, x[1:], y[1:], [6], [1], crops=True)
+    assert (cropped, whole, again) == (1, 0, 1)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert torch.equal(found[1:], alone)
