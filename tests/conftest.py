@@ -79,6 +79,17 @@ def experiment(**sections):
     return Experiment.from_dict(tree)
 
 
+def start_coordinator(out: Path, **sections):
+    """The coordinator of a run of the small experiment, before its first round."""
+    from raydpfl.simulation.coordinator import Coordinator
+    from raydpfl.simulation.resolution import resolve
+
+    out.mkdir(exist_ok=True)
+    coordinator = Coordinator(resolve(experiment(**sections)), str(out))
+    coordinator.start()
+    return coordinator
+
+
 def mechanism(kind="fixed", population=1920, cohort=80, std=4.0, rounds=100, **fields):
     """Noised sums over cohorts of updates within 1; by default those of PRIVACY.md sec. 2."""
     from raydpfl.privacy import Mechanism, Query, Sampling

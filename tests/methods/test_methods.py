@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from conftest import experiment, local_steps, messages
+from conftest import experiment, local_steps, messages, start_coordinator
 from plain_loop import plain_loop
 
 from raydpfl import Experiment, models, privacy, run
@@ -22,7 +22,6 @@ from raydpfl.methods.weights import Weights
 from raydpfl.models.tasks.regression import Regression
 from raydpfl.privacy import tightest_guarantees
 from raydpfl.simulation import planned_guarantee
-from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.resolution import resolve
 from raydpfl.training.minibatches import batches
@@ -328,8 +327,9 @@ def test_the_table_of_guarantees_names_who_has_which_noise(tmp_path, caplog):
 NOISED = {"kind": "power_of_choice", "cohort": 5, "pool": 20, "loss_bound": 3.0, "loss_std": 4.0}
 
 
-def exact_losses(chosen, plan: Plan, model: np.ndarray, t: int) -> dict[int, float]:
+def exact_losses(plan: Plan, model: np.ndarray, t: int) -> dict[int, float]:
     """Mean loss of every candidate of round t under `model`, samples' losses clipped."""
+    chosen = plan.experiment
     shards = Shards.open(plan.shards)
     module = models.build(chosen.model, shards.form(chosen.data.task), chosen.seed)
     models.load(module, torch.tensor(model))
@@ -345,13 +345,12 @@ def exact_losses(chosen, plan: Plan, model: np.ndarray, t: int) -> dict[int, flo
 
 def test_noised_losses_choose_and_nothing_exact_of_them_leaves_the_clients(tmp_path):
     """The largest exact losses plus keyed noise choose; no column and no ledger line is exact."""
-    chosen = experiment(selection={**NOISED, "loss_bound": 2.2}, measure=["clients"], rounds=3)
-    plan = resolve(chosen)
+    selection = {**NOISED, "loss_bound": 2.2}
+    coordinator = start_coordinator(tmp_path, selection=selection, measure=["clients"], rounds=3)
+    plan = coordinator.plan
     exact = []
-    coordinator = Coordinator(plan, str(tmp_path))
-    coordinator.start()
     for t in range(3):
-        losses = exact_losses(chosen, plan, coordinator.state.model, t)
+        losses = exact_losses(plan, coordinator.state.model, t)
         answers = {
             client: loss + query_noise(plan.noise_seed, t, 4.0, client, query="losses")
             for client, loss in losses.items()
@@ -597,10 +596,8 @@ def test_banded_noise_costs_what_its_clients_participations_do_and_sums_to_less(
     assert len(curve) == 40 and curve[4] == curve[0] and curve[5] > curve[4]
     spread = {}
     for bands in (1, 5):
-        banded = resolve(experiment(**turns, noise={**noise, "bands": bands}))
-        (tmp_path / str(bands)).mkdir()
-        coordinator = Coordinator(banded, str(tmp_path / str(bands)))
-        coordinator.start()
+        banded = {**noise, "bands": bands}
+        coordinator = start_coordinator(tmp_path / str(bands), **turns, noise=banded)
         spread[bands] = np.std(sum(coordinator.release(t, np.zeros(7850)) for t in range(40)))
     assert spread[5] < 0.75 * spread[1]
     with pytest.raises(ConfigError, match=r"noise.bands = 6: expected at most 5"):

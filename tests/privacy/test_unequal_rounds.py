@@ -33,15 +33,15 @@ def test_phases_cost_what_the_library_says_of_their_composition(accountant):
     for factor, count in phases.items():
         gaussian = dp_event.GaussianDpEvent(1.2 * factor)
         library.compose(dp_event.PoissonSampledDpEvent(0.02, gaussian), count)
-    phased = of("poisson", 1000, 20, 1.2, factors)
-    spent = epsilon_curve(phased, "add_remove", DELTA, accountant=accountant)
+    schedule = of("poisson", 1000, 20, 1.2, factors)
+    spent = epsilon_curve(schedule, "add_remove", DELTA, accountant=accountant)
     assert spent[-1] == pytest.approx(library.get_epsilon(DELTA), rel=2e-3)
     equal = epsilon(of("poisson", 1000, 20, 1.2, (), 50), "add_remove", DELTA, 50, accountant)
     assert spent[49] == pytest.approx(equal, rel=1e-3)
     assert (np.diff(spent) > 0).all()
-    back = privacy.delta(phased, "add_remove", float(spent[-1]), accountant=accountant)
+    back = privacy.delta(schedule, "add_remove", float(spent[-1]), accountant=accountant)
     assert back == pytest.approx(DELTA, rel=1e-3)
-    joint = accountant_of(accountant).together([(phased.event("add_remove"), 100)], DELTA)
+    joint = accountant_of(accountant).together([(schedule.event("add_remove"), 100)], DELTA)
     assert joint == pytest.approx(spent[-1], rel=1e-3)  # as runs are composed
 
 
@@ -52,8 +52,8 @@ def test_what_nothing_amplifies_is_one_gaussian_and_known_cohorts_count_the_leas
     assert curve == pytest.approx(privacy.gaussian_epsilon(np.sqrt(squares), DELTA))
     asked = {"accountants": ["pld"], "participations": 2}
     for kind, rounds in (("poisson", 4), ("public", 2)):
-        unequal = of(kind, 10, 5, 1.0, factors)
-        claims = privacy.guarantees(unequal, "zero_out", DELTA, rounds, **asked)
+        schedule = of(kind, 10, 5, 1.0, factors)
+        claims = privacy.guarantees(schedule, "zero_out", DELTA, rounds, **asked)
         (known,) = (one for one in claims if one.sampling.participations)
         assert known.epsilon == pytest.approx(float(privacy.gaussian_epsilon(math.sqrt(5), DELTA)))
 
@@ -76,18 +76,18 @@ def test_rdp_is_asked_only_where_it_may_have_less(monkeypatch):
     """Of 40 stds under Poisson it takes seconds, and a calibration asks six times and more."""
     asked = []
     monkeypatch.setattr(pld_accountant.Rdp, "curve", lambda *a: asked.append(a) or [math.inf])
-    falling = of("poisson", 100, 20, 2.09, [0.99**t for t in range(40)])
-    assert epsilon(falling, "add_remove", DELTA) == pytest.approx(4.0, rel=1e-2) and not asked
-    known = epsilon(falling.with_known_cohorts(), "zero_out", 1e-14)
-    assert epsilon(falling, "add_remove", 1e-14) <= known and len(asked) == 1
+    decay = of("poisson", 100, 20, 2.09, [0.99**t for t in range(40)])
+    assert epsilon(decay, "add_remove", DELTA) == pytest.approx(4.0, rel=1e-2) and not asked
+    known = epsilon(decay.with_known_cohorts(), "zero_out", 1e-14)
+    assert epsilon(decay, "add_remove", 1e-14) <= known and len(asked) == 1
 
 
 @pytest.mark.slow
 def test_rdp_has_no_less_where_it_is_not_asked():
     for mu, q, delta in itertools.product([0.1, 1.0, 30.0], [0.01, 0.9], [1e-2, 1e-10]):
-        unequal = of("poisson", 1000, int(1000 * q), 1 / mu, [1.0] * 20 + [1.3] * 5)
-        by_rdp = epsilon(unequal, "add_remove", delta, accountant="rdp")
-        assert epsilon(unequal, "add_remove", delta) <= by_rdp
+        schedule = of("poisson", 1000, int(1000 * q), 1 / mu, [1.0] * 20 + [1.3] * 5)
+        by_rdp = epsilon(schedule, "add_remove", delta, accountant="rdp")
+        assert epsilon(schedule, "add_remove", delta) <= by_rdp
 
 
 @pytest.mark.parametrize("mu", [0.3, 2.0, 6.0])
@@ -114,8 +114,8 @@ def test_an_epsilon_scales_the_schedule_and_the_ledger_has_the_std_of_every_roun
     hidden = [one for one in result.guarantees if one.sampling.knows == "cohort hidden"]
     assert 5.9 < min(one.epsilon for one in hidden) <= 6.0
     plan = resolve(chosen)
-    accounted = of("fixed", 50, 20, float(stds[0]), tuple(stds / stds[0]))
-    assert epsilon(accounted, "replace_one", DELTA) == pytest.approx(hidden[0].epsilon, rel=1e-6)
+    release = of("fixed", 50, 20, float(stds[0]), tuple(stds / stds[0]))
+    assert epsilon(release, "replace_one", DELTA) == pytest.approx(hidden[0].epsilon, rel=1e-6)
     again = plan.extend_history((privacy.Segment(0, 0, 3),), 1)
     assert again.mechanism.factors == pytest.approx((1, 0.5, 0.25, 0.5, 0.25, 1))
     assert resolve(experiment(noise={**noise, "schedule": {"decay": 0.6}})).noise_seed != (

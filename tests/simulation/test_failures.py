@@ -66,10 +66,9 @@ class Sleeps(nn.Module):
 """
 
 
-def test_a_module_that_hangs_is_named_with_its_round(tmp_path, shared_ray, monkeypatch):
+def test_a_module_that_hangs_is_named_with_its_round(tmp_path, shared_ray, own_module):
     asleep = f"len(x) == 10 and self.training and os.getpid() != {os.getpid()}"
-    (tmp_path / "hangs_in_actors.py").write_text(SLEEPS.format(asleep=asleep))
-    monkeypatch.syspath_prepend(str(tmp_path))
+    own_module("hangs_in_actors", SLEEPS.format(asleep=asleep))
     client = {"actors": 1, "timeout": 1.0, "backend": "loop"}
     hanging = experiment(model={"kind": "hangs_in_actors:Sleeps"}, client=client)
     said = r"training in round 0 .* 3 actors .* model.kind hangs_in_actors:Sleeps"
@@ -87,10 +86,9 @@ def test_a_module_that_hangs_is_named_with_its_round(tmp_path, shared_ray, monke
     ],
 )
 def test_a_module_that_sleeps_in_the_process_of_the_run_is_named(
-    samples, said, tmp_path, monkeypatch
+    samples, said, tmp_path, monkeypatch, own_module
 ):
-    (tmp_path / "sleeps_here.py").write_text(SLEEPS.format(asleep=f"len(x) == {samples}"))
-    monkeypatch.syspath_prepend(str(tmp_path))
+    own_module("sleeps_here", SLEEPS.format(asleep=f"len(x) == {samples}"))
     monkeypatch.setattr("raydpfl.models.builder.FORWARD", 2.0)
     client = {"timeout": 3.0, "backend": "loop"}
     said = f"(?s)sleeps_here:Sleeps.*{said}|{said}.*sleeps_here:Sleeps"

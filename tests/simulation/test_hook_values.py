@@ -5,7 +5,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
-from conftest import experiment
+from conftest import experiment, start_coordinator
 
 from raydpfl import run
 from raydpfl.errors import ConfigError, RunError
@@ -17,8 +17,6 @@ from raydpfl.methods.selection.base import Cohort
 from raydpfl.methods.server import Server, ServerSgd
 from raydpfl.models.metrics import Metric
 from raydpfl.privacy import Sampling
-from raydpfl.simulation.coordinator import Coordinator
-from raydpfl.simulation.resolution import resolve
 
 
 def probe(columns=(), values=(), **given):
@@ -273,16 +271,14 @@ def test_a_member_that_gives_what_it_may_not_is_refused_by_name(section, name, s
 def test_receive_is_not_told_the_count_that_noise_hides(noise, count, tmp_path):
     poisson = {"kind": "poisson", "cohort": 20}
     sections = {"bounding": kind("Counted", bound=1.0), "selection": poisson, "noise": noise}
-    coordinator = Coordinator(resolve(experiment(**sections)), str(tmp_path))
-    coordinator.start()
+    coordinator = start_coordinator(tmp_path, **sections)
     mean = coordinator.aggregate(0, Cohort.of(np.arange(7)), np.zeros(7850))
     assert (mean == count).all()
 
 
 def test_what_a_client_answers_is_asked_of_it_alone(tmp_path):
     sections = {"bounding": kind("Crowd", bound=1.0), "noise": {"multiplier": 1e-9}}
-    coordinator = Coordinator(resolve(experiment(**sections)), str(tmp_path))
-    coordinator.start()
+    coordinator = start_coordinator(tmp_path, **sections)
     columns = {"client": np.arange(7), "norm": np.linspace(0.5, 2, 7)}
     sums = coordinator.noisy_answers(0, Cohort.of(np.arange(7)), columns)
     assert sums["short"] == pytest.approx(-3.5, abs=1e-3)

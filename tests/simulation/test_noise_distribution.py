@@ -13,15 +13,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from conftest import experiment
+from conftest import start_coordinator
 from scipy.stats import chi2, kstest, norm
 
 from raydpfl.core.messages import Broadcast, Chunk, Grid, Work
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.methods.local import Sgd
 from raydpfl.simulation.client.actor_round import ChunkRound
-from raydpfl.simulation.coordinator import Coordinator
-from raydpfl.simulation.resolution import resolve
 from raydpfl.training.trainer import Trainer
 
 FALSE_ALARM = 1e-6
@@ -80,15 +78,9 @@ def test_noise_of_another_distribution_is_detected(broken):
         check_distribution(broken(sound, generator))
 
 
-def started(tmp_path, **changes) -> Coordinator:
-    coordinator = Coordinator(resolve(experiment(**{**TINY, **changes})), str(tmp_path))
-    coordinator.start()
-    return coordinator
-
-
 def test_noise_that_leaves_clients(tmp_path):
     """30 clients, 7 rounds, one drawn twice: as large for small weights as for large ones."""
-    coordinator = started(tmp_path)
+    coordinator = start_coordinator(tmp_path, **TINY)
     plan = coordinator.plan
     actor = coordinator.pool.client
     rows = []
@@ -114,8 +106,8 @@ def test_noise_that_leaves_clients(tmp_path):
 def test_banded_noise_is_white_noise_through_the_inverse_of_its_bands(tmp_path):
     """C y has the law of z, y the covariance (C^T C)^-1: 6 standard errors, 66 entries, 10^-7."""
     noise = {"kind": "banded_gaussian", "multiplier": 3.0, "bands": 4}
-    cyclic = {"kind": "cyclic", "period": 5}
-    coordinator = started(tmp_path, rounds=200, noise=noise, selection=cyclic)
+    changes = {"rounds": 200, "noise": noise, "selection": {"kind": "cyclic", "period": 5}}
+    coordinator = start_coordinator(tmp_path, **TINY | changes)
     plan = coordinator.plan
     std = 3.0 * 0.5 * plan.weight
     c = plan.experiment.noise.coefficients

@@ -15,7 +15,7 @@ import numpy as np
 import processes
 import pytest
 import torch
-from conftest import experiment
+from conftest import experiment, start_coordinator
 
 from raydpfl import models, run
 from raydpfl.audit import audit
@@ -224,16 +224,13 @@ def test_a_run_whose_actors_would_compute_otherwise_is_refused(shared_ray, tmp_p
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
+def mine(own_module):
     """A module of the user's own, `mine_origin`, with a bounding `Half`."""
-    folder = tmp_path / "code"
-    folder.mkdir()
-    (folder / "mine_origin.py").write_text(
+    return own_module(
+        "mine_origin",
         "from raydpfl.methods.bounding import Clip\n\nclass Half(Clip):\n"
-        "    def factor(self, norm, bound):\n        return 0.5 * super().factor(norm, bound)\n"
+        "    def factor(self, norm, bound):\n        return 0.5 * super().factor(norm, bound)\n",
     )
-    monkeypatch.syspath_prepend(folder)
-    return folder / "mine_origin.py"
 
 
 OWN = {"bounding": {"kind": "mine_origin:Half", "bound": 0.5}}
@@ -255,9 +252,7 @@ def test_an_own_module_is_known_by_its_source_and_torchs_by_its_version(mine):
 
 def begun(out, saved: int, releases: int, **sections) -> None:
     """A run with a checkpoint of `saved` rounds and `releases` released that was killed."""
-    out.mkdir()
-    coordinator = Coordinator(resolve(experiment(**sections)), str(out))
-    coordinator.start()
+    coordinator = start_coordinator(out, **sections)
     (out / "config.yaml").write_text(coordinator.experiment.to_yaml())
     for t in range(releases):
         coordinator.round()

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import SMALL, experiment
+from conftest import SMALL, experiment, start_coordinator
 
 from raydpfl import Experiment, models, privacy, run
 from raydpfl.cli import run_display
@@ -21,7 +21,6 @@ from raydpfl.data import prepare
 from raydpfl.errors import ClientError, ConfigError, RunError
 from raydpfl.experiment import overridden
 from raydpfl.methods import bounding, noise
-from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.resolution import resolve
 from raydpfl.storage.files import LOCK
 
@@ -109,9 +108,7 @@ def test_noise_for_a_target_epsilon_spends_that_and_no_more(tmp_path):
 
 
 def test_the_ledger_is_written_before_the_clients_are_asked(tmp_path, monkeypatch):
-    plan = resolve(experiment())
-    coordinator = Coordinator(plan, str(tmp_path))
-    coordinator.start()
+    coordinator = start_coordinator(tmp_path)
     seen = []
     collect = coordinator.collect
 
@@ -201,28 +198,27 @@ class Fragile(torch.nn.Module):
         return self.linear(x)
 
 
-def cursed(tmp_path, overflow: bool) -> Experiment:
+def cursed(tmp_path, overflow: bool, client: dict | None = None, **sections) -> Experiment:
     """6 natural clients of 3 rows: on 2 `Fragile` raises, on 4 it may overflow."""
     x = np.random.default_rng(0).normal(size=(18, 4)).astype(np.float32)
-    client = np.repeat(np.arange(6), 3)
+    who = np.repeat(np.arange(6), 3)
     x[7, 1] = 99.0
     x[13:15, 2] = 1e30 if overflow else 0.5
     columns = {f"x{j}": x[:, j] for j in range(4)}
     path = str(tmp_path / "cursed.parquet")
-    pq.write_table(pa.table({**columns, "y": np.arange(18) % 2, "who": client}), path)
+    pq.write_table(pa.table({**columns, "y": np.arange(18) % 2, "who": who}), path)
     named = {"x": list(columns), "y": "y", "client": "who", "partition": {"kind": "natural"}}
-    return experiment(
-        data={"kind": "table", "train": path, "test": path, **named},
-        model={"kind": f"{__name__}:Fragile"},
-        selection={"kind": "full"},
-        local={"kind": "sgd", "steps": 2, "batch": 3},
-        rounds=2,
-        client={"chunk": 4},
-    )
+    usual = {
+        "data": {"kind": "table", "train": path, "test": path, **named},
+        "model": {"kind": f"{__name__}:Fragile"},
+        "selection": {"kind": "full"},
+        "local": {"kind": "sgd", "steps": 2, "batch": 3},
+        "rounds": 2,
+    }
+    return experiment(**usual | sections, client={"chunk": 4, **(client or {})})
 
 
-def change(of: Experiment, **client) -> Experiment:
-    return Experiment.from_dict(of.to_dict() | {"client": of.to_dict()["client"] | client})
+DROP = {"on_error": "drop"}
 
 
 @pytest.mark.slow
@@ -231,14 +227,14 @@ def test_a_client_that_raises_is_named_with_its_own_traceback(actors, tmp_path, 
     if actors:
         request.getfixturevalue("shared_ray")
     with pytest.raises(ClientError, match="the training of client 2 in round 0") as caught:
-        run(change(cursed(tmp_path, overflow=False), actors=actors), tmp_path / "out")
+        run(cursed(tmp_path, overflow=False, client={"actors": actors}), tmp_path / "out")
     said = str(caught.value)
     assert said.startswith(__file__) and "this row is cursed" in said and "in forward" in said
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "failed"
 
 
 def test_clients_that_fail_can_be_dropped_and_are_written_down(tmp_path):
-    result = run(change(cursed(tmp_path, overflow=True), on_error="drop"), tmp_path / "out")
+    result = run(cursed(tmp_path, overflow=True, client=DROP), tmp_path / "out")
     assert result.rounds["dropped"].to_pylist() == [2, 2]
     assert result.summary["status"] == "completed"
     lines = (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()
@@ -248,10 +244,9 @@ def test_clients_that_fail_can_be_dropped_and_are_written_down(tmp_path):
 
 
 def test_the_share_of_samples_clipped_leaves_out_clients_that_failed(tmp_path):
-    tree = cursed(tmp_path, overflow=True).to_dict()
     bounding = {"kind": "per_sample_clip", "bound": 1e-6}
-    tree |= {"bounding": bounding, "noise": {"kind": "none"}, "measure": ["clients"]}
-    result = run(change(Experiment.from_dict(tree), on_error="drop"), tmp_path / "out")
+    changes = {"bounding": bounding, "noise": {"kind": "none"}, "measure": ["clients"]}
+    result = run(cursed(tmp_path, overflow=True, client=DROP, **changes), tmp_path / "out")
     assert result.rounds["dropped"].to_pylist() == [2, 2]
     assert result.rounds["clipped"].to_pylist() == [1.0, 1.0]
     each = pq.read_table(result.out / "clients.parquet")
@@ -260,18 +255,17 @@ def test_the_share_of_samples_clipped_leaves_out_clients_that_failed(tmp_path):
 
 @pytest.mark.slow
 def test_a_dropped_client_leaves_the_same_bits_on_ray(tmp_path, shared_ray):
-    dropping = change(cursed(tmp_path, overflow=True), on_error="drop")
-    bits = {
-        run(change(dropping, actors=actors), tmp_path / str(actors)).summary["model_sha256"]
-        for actors in (0, 2)
-    }
+    bits = set()
+    for actors in (0, 2):
+        dropping = cursed(tmp_path, overflow=True, client={**DROP, "actors": actors})
+        bits.add(run(dropping, tmp_path / str(actors)).summary["model_sha256"])
     assert len(bits) == 1
 
 
 def test_a_nan_in_an_update_is_the_clients_error_and_never_passes(tmp_path):
-    healthy = cursed(tmp_path, overflow=True).to_dict() | {"model": {"kind": "softmax"}}
+    healthy = cursed(tmp_path, overflow=True, model={"kind": "softmax"})
     with pytest.raises(ClientError, match=r"client 4: its update has norm nan in round 0"):
-        run(Experiment.from_dict(healthy), tmp_path / "out")
+        run(healthy, tmp_path / "out")
 
 
 ADAM = {"kind": "adam", "lr": 0.01, "beta1": 0.8}
@@ -325,17 +319,16 @@ def test_an_unknown_kind_is_what_is_complained_of(caplog):
     assert not caplog.records
 
 
-def test_a_member_of_the_users_own_starts_from_its_own_defaults(tmp_path, monkeypatch):
-    (tmp_path / "own.py").write_text(
-        "from raydpfl.methods.server import Server\nclass Plain(Server):\n    kind: str = ''\n"
+def test_a_member_of_the_users_own_starts_from_its_own_defaults(own_module):
+    own_module(
+        "own",
+        "from raydpfl.methods.server import Server\nclass Plain(Server):\n    kind: str = ''\n",
     )
-    monkeypatch.syspath_prepend(tmp_path)
     server = Experiment.from_dict({**SMALL, "server": ADAM}, ["server.kind=own:Plain"]).server
     assert (server.kind, server.lr) == ("own:Plain", 1.0)
     model = {"kind": "mlp", "hidden": [9]}
     made = Experiment.from_dict({**SMALL, "model": model}, ["model.kind=torch.nn:Flatten"]).model
     assert made.args == {}
-    sys.modules.pop("own")
 
 
 def test_several_kinds_to_try_keep_nothing_of_the_old_one_either():

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import experiment
-from test_run import change, cursed
+from test_run import DROP, cursed
 
 from raydpfl import Experiment, run
 from raydpfl.errors import RunError
@@ -96,7 +96,7 @@ def test_a_trajectory_that_was_cut_has_nan_for_what_it_lost(how, whole, tmp_path
 
 
 def test_what_was_dropped_is_neither_torn_nor_doubled(tmp_path):
-    dropping = change(cursed(tmp_path, overflow=True), on_error="drop")
+    dropping = cursed(tmp_path, overflow=True, client=DROP)
     run(dropping, tmp_path / "whole")
     expected = (tmp_path / "whole" / "dropped.jsonl").read_text()
     for checkpoints in (True, False):

@@ -35,7 +35,7 @@ APART = {"test": False, "validation": 0.2}
 SERVER = {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-5, "placement": "server"}
 
 
-def surveyed(kind, rounds=40, times=4, std=20.0):
+def survey_mechanism(kind, rounds=40, times=4, std=20.0):
     survey = Survey("accuracy", std, clients=200, times=times)
     return mechanism(kind, 200, 200 if kind == "full" else 20, 3.0, rounds, survey=survey)
 
@@ -49,7 +49,7 @@ def test_under_poisson_the_loss_is_that_of_all_rounds_and_all_surveys(std):
     accountant.compose(dp.PoissonSampledDpEvent(0.1, dp.GaussianDpEvent(3.0)), 40)
     accountant.compose(dp.GaussianDpEvent(std), 4)  # add or remove a client: one count, by 1
     truth = accountant.get_epsilon(DELTA)
-    found = epsilon(surveyed("poisson", std=std), "add_remove", DELTA)
+    found = epsilon(survey_mechanism("poisson", std=std), "add_remove", DELTA)
     assert truth * (1 - 1e-4) <= found <= truth * (1 + 1e-3)
 
 
@@ -66,7 +66,7 @@ def test_renyi_divergences_of_rounds_and_surveys_add_up(kind, relation, moves):
         else dp.PoissonSampledDpEvent(0.1, gaussian)
     )
     accountant.compose(sampled, 40).compose(dp.GaussianDpEvent(20.0 / moves), 4)
-    found = epsilon(surveyed(kind), relation, DELTA, accountant="rdp")
+    found = epsilon(survey_mechanism(kind), relation, DELTA, accountant="rdp")
     assert found == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-6)
 
 
@@ -76,14 +76,14 @@ def test_with_everyone_in_every_round_all_is_one_gaussian(relation):
     update = 2 if replaced else 1
     count = math.sqrt(2) if replaced else 1
     mu = math.sqrt(40 * (update / 3) ** 2 + 4 * (count / 20) ** 2)
-    found = epsilon(surveyed("full"), relation, DELTA)
+    found = epsilon(survey_mechanism("full"), relation, DELTA)
     assert found == pytest.approx(float(gaussian_epsilon(mu, DELTA)), rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["fixed", "poisson", "with_replacement"])
 def test_a_loss_with_surveys_lies_between_that_of_the_rounds_and_simple_composition(kind):
     relation = "add_remove" if kind == "poisson" else "replace_one"
-    whole = surveyed(kind)
+    whole = survey_mechanism(kind)
     bare = epsilon(whole.with_surveys(0), relation, DELTA / 2)
     alone = float(gaussian_epsilon(whole.survey.mu(relation), DELTA / 2))
     found = epsilon(whole, relation, DELTA)
@@ -93,7 +93,7 @@ def test_a_loss_with_surveys_lies_between_that_of_the_rounds_and_simple_composit
 
 @pytest.mark.parametrize("kind", ["fixed", "full"])
 def test_a_curve_counts_the_surveys_that_were_released_until_then(kind):
-    whole = surveyed(kind)
+    whole = survey_mechanism(kind)
     rounds = np.arange(1, 41)
     report = report_of(whole, ["pld"], Terms("replace_one", DELTA))
     found = report.curves(None, rounds, rounds // 10)["pld"]
@@ -105,7 +105,7 @@ def test_a_curve_counts_the_surveys_that_were_released_until_then(kind):
 
 
 def test_of_many_surveys_a_curve_counts_some_early_and_none_late():
-    whole = surveyed("full", rounds=100)
+    whole = survey_mechanism("full", rounds=100)
     rounds = np.arange(1, 101)
     report = report_of(whole, ["pld"], Terms("replace_one", DELTA))
     found = report.curves(None, rounds, rounds)["pld"]
@@ -114,7 +114,7 @@ def test_of_many_surveys_a_curve_counts_some_early_and_none_late():
 
 
 def test_who_sees_single_answers_sees_each_clients_part_of_the_noise():
-    whole = replace(surveyed("fixed"), placement="client")
+    whole = replace(survey_mechanism("fixed"), placement="client")
     found = {
         str(one.observer): one for one in guarantees(whole, "replace_one", DELTA, None, ["pld"])
     }

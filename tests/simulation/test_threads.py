@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from conftest import experiment
+from conftest import experiment, start_coordinator
 from threadpoolctl import threadpool_info, threadpool_limits
 from torch import nn
 
@@ -30,7 +30,6 @@ from raydpfl.simulation.client.contribution import (
     KernelContribution,
     ScaledContribution,
 )
-from raydpfl.simulation.coordinator import Coordinator
 from raydpfl.simulation.resolution import resolve
 from raydpfl.training.trainer import Trainer
 
@@ -279,8 +278,7 @@ class Trained:
 
     def __init__(self, out, **sections):
         drop = {} if "per_sample_clip" in str(sections) else {"on_error": "drop"}
-        self.coordinator = Coordinator(resolve(experiment(client=drop, **sections)), str(out))
-        self.coordinator.start()
+        self.coordinator = start_coordinator(out, client=drop, **sections)
         self.hurt = 7 if drop else -1
         reader = self.coordinator.pool.client.rows
         rows = reader.chunk

@@ -167,10 +167,9 @@ class LocalAdam(Local):
     ids=["clients", "samples"],
 )
 def test_a_rule_in_a_file_of_ones_own_runs_private_with_the_epsilon_of_sgd(
-    sections, tmp_path, monkeypatch
+    sections, tmp_path, own_module
 ):
-    (tmp_path / "own_rule.py").write_text(FILE)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    own_module("own_rule", FILE)
     settings = {"steps": 3, "batch": 5, "lr": 0.05}
     mine = experiment(local={"kind": "own_rule:LocalAdam", "beta": 0.8, **settings}, **sections)
     plain = experiment(local={"kind": "sgd", **settings}, **sections)
