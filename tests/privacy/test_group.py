@@ -4,6 +4,7 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
+from conftest import mechanism
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, MixtureGaussianPrivacyLoss
 from scipy.stats import binom, hypergeom
 
@@ -206,12 +207,6 @@ def test_a_person_is_refused_where_nothing_covers_her(fields):
 
 
 def test_groups_of_other_schemes_are_other_mechanisms():
-    queries = (Query("updates", 1.0, 1.0),)
-    digests = {
-        Mechanism(Sampling(kind, 100, 10), queries, 10, unit="sample", placement="step")
-        .person_mechanism(group)
-        .digest()
-        for kind in ("fixed", "poisson")
-        for group in (4, 5)
-    }
-    assert len(digests) == 4
+    fields = {"unit": "sample", "placement": "step"}
+    runs = [mechanism(kind, 100, 10, 1.0, 10, **fields) for kind in ("fixed", "poisson")]
+    assert len({run.person_mechanism(group).digest() for run in runs for group in (4, 5)}) == 4

@@ -135,18 +135,13 @@ def accuracy(plan: Plan, clients: list[nn.Module]) -> float:
     return float(torch.cat(right).double().mean())
 
 
-SLOW = {"marks": pytest.mark.slow}
-
-
 @pytest.mark.parametrize(
     ("model", "own", "backend"),
     [
         ({"kind": "softmax"}, "none", "fused"),  # FedAvg
-        pytest.param({**NET, "local": ["2.*"]}, "2.", "loop", **SLOW),  # FedBN
-        pytest.param({"kind": "mlp", "hidden": [8], "local": ["3.*"]}, "3.", "vmap", **SLOW),
-        pytest.param(
-            {"kind": "cnn", "width": 0.1, "local": ["9.*"]}, "9.", "convolutional", **SLOW
-        ),
+        ({**NET, "local": ["2.*"]}, "2.", "loop"),  # FedBN
+        ({"kind": "mlp", "hidden": [8], "local": ["3.*"]}, "3.", "vmap"),
+        ({"kind": "cnn", "width": 0.1, "local": ["9.*"]}, "9.", "convolutional"),
     ],
 )
 def test_clients_train_as_in_a_plain_loop_whatever_is_their_own(tmp_path, model, own, backend):

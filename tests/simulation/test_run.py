@@ -253,7 +253,6 @@ def test_the_share_of_samples_clipped_leaves_out_clients_that_failed(tmp_path):
     np.testing.assert_array_equal(each["clipped"].to_numpy(), 2 * [1, 1, np.nan, 1, np.nan, 1])
 
 
-@pytest.mark.slow
 def test_a_dropped_client_leaves_the_same_bits_on_ray(tmp_path, shared_ray):
     bits = set()
     for actors in (0, 2):

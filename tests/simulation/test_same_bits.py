@@ -159,7 +159,6 @@ def test_chunks_of_several_widths_are_assigned_with_the_bits_of_the_inline_run(
 
 # On Ray a few, as an actor takes seconds of a core to start; above, every method is assigned to
 # actors, pickled, in one process.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "method,numbers,changes",
     [
@@ -232,7 +231,6 @@ def _kill_client_actors(ledger, rounds: int, stop: threading.Event, killed: list
             return
 
 
-@pytest.mark.slow
 def test_a_killed_client_actor_is_replaced_and_the_bits_stay(tmp_path, shared_ray):
     heavy = {
         "rounds": 6,

@@ -192,7 +192,6 @@ def test_auto_takes_one_actor_per_slot_and_no_more_than_there_are_chunks():
         beside_others(available_resources={})
 
 
-@pytest.mark.slow
 def test_what_ray_says_is_free_is_what_other_runs_have_left(shared_ray):
     class Held:
         def look(self) -> bool:

@@ -315,7 +315,7 @@ def asked(tmp_path, model, **sections):
 MODELS = {"transformer": SMALL, "gpt2": STILL}
 
 
-@pytest.mark.parametrize("kind", ["transformer", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["transformer", "gpt2"])
 def test_a_run_trains_bounds_and_sends_adapters_alone(kind, tmp_path):
     if kind == "gpt2":
         pytest.importorskip("transformers")
