@@ -205,6 +205,17 @@ def one_thread():
 
 
 @pytest.fixture
+def offline(monkeypatch):
+    """Nothing can be downloaded."""
+
+    def refuse(*_, **__):
+        raise OSError("no network")
+
+    for name in ("torchvision.datasets.utils.urllib.request.urlopen", "torch.hub.urlopen"):
+        monkeypatch.setattr(name, refuse)
+
+
+@pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache of the test's own."""
     monkeypatch.setenv("RAYDPFL_CACHE", str(tmp_path / "cache"))

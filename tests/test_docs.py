@@ -7,10 +7,10 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 import yaml
 from typer.main import get_command
@@ -284,7 +284,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
         pytest.skip("needs pip install -e '.[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    done = processes.run(command, timeout=600, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     assert "bounding.clip" in (tmp_path / "site/reference/config/index.html").read_text()
 

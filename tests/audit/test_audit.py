@@ -34,7 +34,6 @@ from raydpfl.audit.privacy_curve import CERTAIN, delta_lower_bound, presence
 from raydpfl.core import exact_sum
 from raydpfl.core.messages import Grid
 from raydpfl.core.prng import clients_normals
-from raydpfl.errors import ConfigError
 from raydpfl.methods.noise import base as noises
 from raydpfl.methods.noise.banded_gaussian import BandedGaussian
 from raydpfl.models.client_histogram import Histogram
@@ -766,7 +765,7 @@ def test_a_claim_on_a_few_parameters_is_doubted_where_it_is_false_alone(share, m
 
 @pytest.mark.slow
 def test_a_model_whose_gradients_no_sample_can_move_is_refused():
-    with pytest.raises(ConfigError, match="random samples can pull about") as error:
+    with refusal("random samples can pull about") as error:
         audit(stepping(model={"kind": "test_audit:Sleepy"}), canaries=100)
     assert error.value.field == "model.kind"
 
@@ -806,11 +805,11 @@ def test_the_command_prints_the_verdict_and_leaves_scores_and_json(tmp_path, mon
     stored = json.loads((tmp_path / "sound" / "audit.json").read_text())
     assert stored == json.loads(json.dumps(done.to_dict()))  # the seed decides all of it
     assert stored["passed"] is True and stored["false_alarm"]["checks and estimates"] < 2e-3
-    with pytest.raises(ConfigError, match="a new or empty directory"):
+    with refusal("a new or empty directory"):
         audit(small(), tmp_path / "sound")
     (tmp_path / "file").touch()
     trained = lambda *_: pytest.fail("trained before --out was refused")  # noqa: E731
-    with pytest.raises(ConfigError, match="a directory that can be made"):
+    with refusal("a directory that can be made"):
         audit(small(), tmp_path / "file" / "out", on_round=trained)
     half_the_clients_noise(monkeypatch)
     code, out, said = typed(*command, tmp_path / "broken", "--json")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import refusal
 from test_audit import (
     ADAPTIVE,
     BROKEN,
@@ -340,17 +341,26 @@ def answers_twice_as_large(patch):
     after(QuantileClip, "answers", doubled)(patch)
 
 
-def updates_that_know_of_each_other(patch):
-    """Each client of a chunk is trained a little towards the mean of all."""
-    blocks = ChunkTraining.blocks
+def blocks_changed(change):
+    """Has `change(block)` see every block of updates before their norms are taken."""
 
-    def mixed(self, state, members):
-        for block in blocks(self, state, members):
-            block.updates.add_(1e-3 * block.updates.mean(0, keepdim=True))
+    @instead_of(ChunkTraining, "blocks")
+    def changed(blocks, *given):
+        for block in blocks(*given):
+            change(block)
             yield replace(block, norms=None)
 
-    patch.setattr(ChunkTraining, "blocks", mixed)
-    patch.setattr(actor, "choose", lambda state, training: ScaledContribution)
+    def control(patch):
+        changed(patch)
+        patch.setattr(actor, "choose", lambda state, training: ScaledContribution)
+
+    return control
+
+
+@blocks_changed
+def updates_that_know_of_each_other(block):
+    """Each client of a chunk is trained a little towards the mean of all."""
+    block.updates.add_(1e-3 * block.updates.mean(0, keepdim=True))
 
 
 # mu is that of the updates alone, once a count is asked for besides
@@ -423,17 +433,14 @@ a_clipping_in_l2 = after(
 
 def a_buffer_of_the_client_before(patch):
     """Of any two clients that train together; they are rarely those that an adversary is."""
-    blocks, kept = ChunkTraining.blocks, []
+    kept = []
 
-    def mixed(self, state, members):
-        for block in blocks(self, state, members):
-            for last in kept[-1:]:
-                block.updates[0] += 0.01 * last
-            kept.append(block.updates[-1].clone().nan_to_num(0, 0, 0))
-            yield replace(block, norms=None)
+    def mixed(block):
+        for last in kept[-1:]:
+            block.updates[0] += 0.01 * last
+        kept.append(block.updates[-1].clone().nan_to_num(0, 0, 0))
 
-    patch.setattr(ChunkTraining, "blocks", mixed)
-    patch.setattr(actor, "choose", lambda state, training: ScaledContribution)
+    blocks_changed(mixed)(patch)
 
 
 @instead_of(ClientTable, "__init__")
@@ -573,13 +580,13 @@ def test_rounds_in_which_no_client_differs_are_named():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["norm <= 1.5 * bound", "norm < bound or 3.2 < norm / bound < 4"])
-def test_a_bounding_of_ones_own_that_lets_lengths_pass_is_noticed(place, tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(
+def test_a_bounding_of_ones_own_that_lets_lengths_pass_is_noticed(place, own_module):
+    own_module(
+        "mine",
         "from raydpfl.methods.bounding import Bounding\n\n\n"
         "class Slack(Bounding):\n    bound: float = 1.0\n\n"
-        f"    def factor(self, norm, bound):\n        return 1.0 if {place} else bound / norm\n"
+        f"    def factor(self, norm, bound):\n        return 1.0 if {place} else bound / norm\n",
     )
-    monkeypatch.syspath_prepend(tmp_path)
     done = replay(small(**{**TINY, **SERVER, "bounding": {"kind": "mine:Slack", "bound": 1.0}}))
     assert "factors" in failed(done)
 
@@ -699,7 +706,7 @@ def test_early_stopping_is_said_not_to_be_looked_at():
 
 
 def test_without_noise_there_is_nothing_to_replay():
-    with pytest.raises(ConfigError, match="nothing is claimed, and there is nothing to replay"):
+    with refusal("nothing is claimed, and there is nothing to replay"):
         replay(small(noise={"kind": "none"}))
 
 

@@ -1,9 +1,9 @@
 """What a shell completes of a command line."""
 
 import os
-import subprocess
 import sys
 
+import processes
 import pytest
 
 from raydpfl.cli import completion
@@ -37,7 +37,5 @@ def test_the_command_completes_as_a_shell_asks_it_to():
     ):
         asked = {"COMP_WORDS": "\n".join(["raydpfl", *words]), "COMP_CWORD": str(len(words))}
         environment = {**os.environ, **asked, "_RAYDPFL_COMPLETE": "complete_bash"}
-        found = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-        )
+        found = processes.run([sys.executable, "-c", code], env=environment)
         assert (found.returncode, found.stdout, found.stderr) == (0, offered, "")

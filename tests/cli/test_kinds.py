@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import messages
+from conftest import messages, refusal
 from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
@@ -19,7 +19,6 @@ from raydpfl.cli import kinds
 from raydpfl.cli.app import app
 from raydpfl.config.hints import FOREIGN, METHODS
 from raydpfl.config.yaml import read
-from raydpfl.errors import ConfigError
 from raydpfl.privacy.accountants import ACCOUNTANTS
 
 ROOT = Path(raydpfl.__file__).parent.parent
@@ -95,7 +94,7 @@ def test_a_family_or_a_member_is_asked_for_by_name(name):
 
 
 def test_a_name_that_there_is_not_is_answered_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"kinds = 'boundin': expected .*; nearest: bounding"):
+    with refusal(r"kinds = 'boundin': expected .*; nearest: bounding"):
         kinds.list_references("boundin")
 
 
@@ -125,9 +124,8 @@ def test_every_name_that_other_tools_have_is_answered_with_what_is_here():
 
 @pytest.mark.parametrize(("override", "said"), messages("names of other frameworks"))
 def test_a_misspelt_or_foreign_key_is_answered_in_one_line(override, said):
-    with pytest.raises(ConfigError) as caught:
+    with refusal(f"; {re.escape(said)}$"):
         Experiment.from_dict({}, [override])
-    assert str(caught.value).endswith(f"; {said}") and "\n" not in str(caught.value)
 
 
 def test_papers_are_named_by_author_and_year():

@@ -7,12 +7,11 @@ from html import unescape
 from types import SimpleNamespace
 
 import pytest
-from conftest import experiment
+from conftest import experiment, refusal
 from matplotlib.figure import Figure
 
 from raydpfl import Result, run
 from raydpfl.cli import notebook
-from raydpfl.errors import ConfigError
 from raydpfl.runtime import runner
 
 ASKED = {
@@ -101,7 +100,7 @@ def test_a_result_is_drawn_as_the_report_draws_it(result):
     assert list(line.get_xdata()) == [2, 4]
     assert list(line.get_ydata()) == [row["test_accuracy"] for row in scored]
     assert len(result.plot(["test_loss", "train_loss"], "seconds").axes[0].get_lines()) == 2
-    with pytest.raises(ConfigError, match=r"needs nowhere and round in rounds\.parquet"):
+    with refusal(r"needs nowhere and round in rounds\.parquet"):
         result.plot("nowhere")
 
 

@@ -21,17 +21,12 @@ REQUIRED["components"] = [{"weight": 1, "mean": 1, "std": 1}]
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
+def mine(tmp_path, own_module, monkeypatch):
     """Writes a module `mine` of the user's own, which notes that it was imported."""
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-
-    def write(text: str) -> None:
-        head = "from __future__ import annotations\nfrom typing import ClassVar, Literal\n"
-        head += "from pathlib import Path\nPath('imported').touch()\n"
-        (tmp_path / "mine.py").write_text(f"{head}{text}\n")
-
-    return write
+    head = "from __future__ import annotations\nfrom typing import ClassVar, Literal\n"
+    head += "from pathlib import Path\nPath('imported').touch()\n"
+    return lambda text: own_module("mine", f"{head}{text}\n")
 
 
 @pytest.mark.parametrize("section", FAMILIES)

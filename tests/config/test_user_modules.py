@@ -90,9 +90,8 @@ CLIPPED = {  # the gradient of every sample
 
 
 @pytest.fixture(autouse=True)
-def mine(tmp_path, monkeypatch):
-    (tmp_path / "own_modules.py").write_text(FILE)
-    monkeypatch.syspath_prepend(tmp_path)
+def mine(own_module):
+    own_module("own_modules", FILE)
 
 
 def seed(number: int) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import processes
 import pytest
 import yaml
 from conftest import SMALL
@@ -35,13 +36,11 @@ def start():
     begun = []
 
     def start(code: str, *words: object) -> subprocess.Popen:
-        command = [sys.executable, "-c", code, *map(str, words)]
+        ignoring = IGNORING if code == RUN else []
+        code = code if code == RUN else f"{IGNORED}\n{code}"
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        if code == RUN:
-            begun.append(subprocess.Popen([*IGNORING, *command], **pipes))
-        else:
-            command[2] = f"{IGNORED}\n{code}"
-            begun.append(subprocess.Popen(command, **pipes))
+        command = [*ignoring, sys.executable, "-c", code, *map(str, words)]
+        begun.append(subprocess.Popen(command, **pipes))
         return begun[-1]
 
     yield start
@@ -65,8 +64,7 @@ def test_a_command_whose_parent_ignores_sigint_is_stopped_by_it(command, tmp_pat
 def test_a_command_in_a_folder_that_is_gone_says_so_in_one_line(tmp_path):
     code = "import os; os.rmdir(os.getcwd()); from raydpfl.__main__ import main; main()"
     (tmp_path / "gone").mkdir()
-    options = {"cwd": tmp_path / "gone", "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-c", code], **options)
+    done = processes.run([sys.executable, "-c", code], cwd=tmp_path / "gone")
     assert (done.returncode, done.stderr) == (2, "raydpfl: the working directory is gone\n")
 
 

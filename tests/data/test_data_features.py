@@ -185,11 +185,8 @@ def test_a_net_that_fails_leaves_nothing_in_the_cache(tmp_path, cache):
     assert list((cache / "features").iterdir()) == []
 
 
+@pytest.mark.usefixtures("offline")
 def test_without_a_network_the_weights_of_imagenet_are_asked_for_as_a_file(tmp_path, monkeypatch):
-    def offline(*_, **__):
-        raise OSError("no network")
-
-    monkeypatch.setattr("torch.hub.urlopen", offline)
     monkeypatch.setattr("torch.hub._hub_dir", str(tmp_path / "hub"))
     file = f"resnet18-f37072fd.pth, put in {tmp_path}/hub/checkpoints"
     with refusal(rf"^data\.features\.weights = .*{file}"):

@@ -144,14 +144,11 @@ def test_normalizing_pixels_that_are_not_the_published_ones_is_refused(tmp_path)
         data.parse({"kind": "mnist", "clients": 2, "normalize": True}).split(0, tmp_path)
 
 
+@pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize(
     "kind", ["mnist", "fashion_mnist", "emnist_digits", "cifar10", "cifar100", "svhn"]
 )
-def test_a_data_set_that_is_not_there_says_where_it_was_looked_for(kind, tmp_path, monkeypatch):
-    def offline(*_, **__):
-        raise OSError("no network")
-
-    monkeypatch.setattr("torchvision.datasets.utils.urllib.request.urlopen", offline)
+def test_a_data_set_that_is_not_there_says_where_it_was_looked_for(kind, tmp_path):
     for root in (tmp_path / "not" / "there", tmp_path):
         with refusal(begins=f"data.kind: a data set that is under {root} (--data-root, "):
             data.fetch(kind, root)

@@ -10,11 +10,11 @@ import numpy as np
 import processes
 import psutil
 import pytest
-from conftest import experiment
+from conftest import experiment, refusal
 
 from raydpfl import Experiment, run
 from raydpfl.core import hardware, native
-from raydpfl.errors import ConfigError, RunError
+from raydpfl.errors import RunError
 from raydpfl.runtime import launcher
 from raydpfl.runtime.launcher import Launcher
 from raydpfl.simulation.resolution import resolve
@@ -110,7 +110,7 @@ def test_a_ray_that_does_not_start_ends_the_run_and_says_how_to_do_without(tmp_p
 
 
 def test_an_address_is_refused_for_a_run_without_actors():
-    with pytest.raises(ConfigError, match=r"--address = 'auto': expected client.actors auto or"):
+    with refusal(r"--address = 'auto': expected client.actors auto or"):
         Launcher(experiment().client, "auto")
 
 

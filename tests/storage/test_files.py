@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import processes
 import pytest
+from conftest import refusal
 
 from raydpfl import data, storage
 from raydpfl.data import Shards, prepare
 from raydpfl.data.features.resnet18 import ResNet18Features
-from raydpfl.errors import ConfigError
 from raydpfl.jobs import client
 from raydpfl.privacy import Mechanism, Query, Sampling, calibration, noise_for
 from raydpfl.storage import files
@@ -88,13 +88,12 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, cache, monk
         return found
 
     monkeypatch.setattr(data.FAMILY["table"], "split", late)
-    with pytest.raises(ConfigError, match="stays as it is while it is read"):
+    with refusal("stays as it is while it is read"):
         prepare(described, 0, tmp_path / "root")
     assert not list((cache / "data").iterdir())
 
 
-def test_data_of_a_members_changed_code_are_made_again(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
+def test_data_of_a_members_changed_code_are_made_again(own_module):
     code = (
         "import numpy as np\nfrom raydpfl import data\nclass Own(data.Data):\n    kind: str = ''\n"
         "    def split(self, seed, root):\n        x, y = np.full((4, 2), FILL, np.float32), "
@@ -102,10 +101,10 @@ def test_data_of_a_members_changed_code_are_made_again(tmp_path, monkeypatch):
         "        return data.Split(np.array([2, 2]), (2,), 2, lambda a, b: (x[2 * a : 2 * b], y[2 "
         "* a : 2 * b]), lambda: (x, y))\n"
     )
-    (tmp_path / "ownsource.py").write_text(code.replace("FILL", "1.0"))
+    own_module("ownsource", code.replace("FILL", "1.0"))
     described = data.parse({"kind": "ownsource:Own"})
     first = prepare(described, 0)
-    (tmp_path / "ownsource.py").write_text(code.replace("FILL", "2.0"))
+    own_module("ownsource", code.replace("FILL", "2.0"))
     assert prepare(described, 0) != first
 
 
@@ -218,14 +217,13 @@ def test_weights_in_the_place_of_imagenets_are_refused(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "resnet18-f37072fd.pth").write_bytes(b"others")
     images = np.zeros((2, 1, 8, 8), np.uint8)
-    said = r"data.features.weights = 'imagenet': expected .* as it was published"
-    with pytest.raises(ConfigError, match=said):
+    with refusal(r"data.features.weights = 'imagenet': expected .* as it was published"):
         ResNet18Features().columns(images, images, None)
 
 
 def test_a_file_whose_name_no_file_has_is_refused(tmp_path):
     for name in ("x" * 5000, "nowhere\0.npz", str(tmp_path)):
-        with pytest.raises(ConfigError, match=r"data.train = .*a file, absolute or under"):
+        with refusal(r"data.train = .*a file, absolute or under"):
             prepare(data.parse({"kind": "table", "train": name, "clients": 2}), 0)
 
 
@@ -299,7 +297,7 @@ def test_without_a_home_directory_the_cache_is_to_be_named(monkeypatch):
     for name in ("HOME", "XDG_CACHE_HOME", "RAYDPFL_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
-    with pytest.raises(ConfigError, match="RAYDPFL_CACHE = None: expected a folder, as this user"):
+    with refusal("RAYDPFL_CACHE = None: expected a folder, as this user"):
         files.cache_root()
     assert client._token() is None
 

@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import experiment
+from conftest import experiment, refusal
 from test_storage_kills import spent
 from typer.testing import CliRunner
 
 from raydpfl import Experiment, load, run, storage
 from raydpfl.cli.app import app
 from raydpfl.data import prepare, shard_writer
-from raydpfl.errors import ConfigError, FileError, RunError
+from raydpfl.errors import FileError, RunError
 from raydpfl.privacy import Ledger
 from raydpfl.report import write
 from raydpfl.simulation.coordinator import Coordinator
@@ -78,7 +78,7 @@ def test_a_run_on_s3_leaves_the_files_that_it_leaves_on_a_disk(s3, whole):
     check_whole(place, whole)
     assert result.rounds.drop(unlike(result.rounds)) == whole.rounds.drop(unlike(whole.rounds))
     assert not any((Path(os.environ["RAYDPFL_CACHE"]) / "elsewhere").rglob("*.npz"))
-    with pytest.raises(ConfigError, match=r"--out = 's3://.*/runs/one.*a new or empty directory"):
+    with refusal(r"--out = 's3://.*/runs/one.*a new or empty directory"):
         run(described(), place)
 
 
@@ -277,12 +277,12 @@ def quick(monkeypatch):
 
 
 def test_of_two_processes_one_has_the_directory(place, tmp_path, quick):
-    with storage.open_folder(place), pytest.raises(ConfigError, match="no other run is writing to"):
+    with storage.open_folder(place), refusal("no other run is writing to"):
         storage.open_folder(place).__enter__()
     with storage.open_folder(place):  # by another cache on this machine, or another machine
         mine = Store(place)
-        said = rf"held by process {os.getpid()} on "
-        with pytest.raises(ConfigError, match=said), lock.hold_lock(mine, tmp_path / "held"):
+        held = refusal(rf"held by process {os.getpid()} on ")
+        with held, lock.hold_lock(mine, tmp_path / "held"):
             pass
 
 
@@ -317,7 +317,7 @@ def test_a_process_elsewhere_is_dead_when_its_lock_lapses(place, quick):
     thread = threading.Thread(target=renew)
     thread.start()
     try:
-        with pytest.raises(ConfigError, match="held by process 1 on theirs"):
+        with refusal("held by process 1 on theirs"):
             storage.open_folder(place).__enter__()
     finally:
         over.set()
@@ -342,22 +342,22 @@ def test_who_has_lost_the_directory_writes_no_more(place, monkeypatch):
 
 def test_what_cannot_be_reached_is_refused_in_one_line(monkeypatch, tmp_path):
     for address in ("nonsense://somewhere/run", "s3:///run"):
-        with pytest.raises(ConfigError, match=r"--out = .*a folder that can be reached"):
+        with refusal(r"--out = .*a folder that can be reached"):
             run(described(), address)
-    with pytest.raises(ConfigError, match=r"run = 'nonsense.*can be reached"):
+    with refusal(r"run = 'nonsense.*can be reached"):
         load("nonsense://somewhere/run")
     monkeypatch.setenv("RAYDPFL_CACHE", "nonsense://somewhere")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"RAYDPFL_CACHE = 'nonsense.*can be reached"):
+    with refusal(r"RAYDPFL_CACHE = 'nonsense.*can be reached"):
         prepared()
 
 
 def test_what_is_said_of_a_directory_names_its_address(place):
     with storage.open_folder(place) as folder:
         (folder / "notes").write_text("mine")
-    with pytest.raises(ConfigError, match=rf"--out = '{place}'"):
+    with refusal(rf"--out = '{place}'"):
         run(described(), place)
-    with pytest.raises(ConfigError, match=rf"--resume = '{place}'.*no config.yaml"):
+    with refusal(rf"--resume = '{place}'.*no config.yaml"):
         run(described(), place, resume=True)
     with pytest.raises(RunError, match=f"of {place}"), storage.open_folder(place) as folder:
         raise RunError(f"of {folder}")

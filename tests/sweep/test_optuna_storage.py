@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import refusal
 from test_sweep import settings_of, tree
 
-from raydpfl.errors import ConfigError
 from raydpfl.sweep import Sweep
 from raydpfl.sweep.optuna import Dashboard
 
@@ -79,16 +79,16 @@ def test_a_study_that_disagrees_is_written_anew_from_the_directory(url, caplog):
 def test_another_study_of_the_name_and_a_storage_that_cannot_be_opened_are_refused(url, tmp_path):
     optuna.create_study(study_name="out", storage=url)
     sweep, _ = swept(url, [])
-    with pytest.raises(ConfigError, match="without another study named out"):
+    with refusal("without another study named out"):
         Dashboard(sweep, "out")
     optuna.delete_study(study_name="out", storage=url)
     Dashboard(sweep, "out")
     tree = {**sweep.tree, "rounds": 3, "seed": 9}
-    with pytest.raises(ConfigError, match="without another study named out"):
+    with refusal("without another study named out"):
         Dashboard(replace(sweep, tree=tree), "out")
     for wrong in (f"sqlite:///{tmp_path}/no/such.db", "nonsense", "postgresql+none://x"):
         sweep, _ = swept(wrong, [])
-        with pytest.raises(ConfigError, match=r"sweep.storage = .* that Optuna can open \("):
+        with refusal(r"sweep.storage = .* that Optuna can open \("):
             Dashboard(sweep, "out")
 
 

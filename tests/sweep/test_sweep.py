@@ -15,14 +15,13 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from conftest import SMALL, experiment, messages
+from conftest import SMALL, experiment, messages, refusal
 from rich.console import Console
 from test_same_bits import RUN, kill_tree
 
 from raydpfl import Experiment
 from raydpfl import run as run_one
 from raydpfl.cli.search_display import SweepDisplay, next_commands, settings_table
-from raydpfl.errors import ConfigError
 from raydpfl.sweep import Sweep, run, tune
 from raydpfl.sweep.optuna import propose_settings
 from raydpfl.sweep.results import count_runs, gather, statement
@@ -352,16 +351,15 @@ def test_a_sweep_goes_on_with_more_values_and_seeds_but_not_as_another_sweep(swe
         == result.trials.drop_columns(["reason"]).to_pylist()[:1]
     )
     other = Sweep.from_dict({**sweep.tree, "rounds": 5, "sweep": {"repeats": 2}})
-    with pytest.raises(ConfigError, match="rounds = 5: expected 4, as in the sweep to be resumed"):
+    with refusal("rounds = 5: expected 4, as in the sweep to be resumed"):
         run(other, out, resume=True)
-    with pytest.raises(ConfigError, match="a new or empty directory, or --resume"):
+    with refusal("a new or empty directory, or --resume"):
         run(sweep, out)
 
 
 def test_a_setting_that_cannot_be_run_is_named_and_sections_are_printed_as_a_config_has_them():
     boundings = [{"kind": "clip", "bound": 0.5}, {"kind": "quantile_clip"}]
-    refused = r"bound = None: .* \(in the setting bounding={kind: quantile_clip}\)"
-    with pytest.raises(ConfigError, match=refused):
+    with refusal(r"bound = None: .* \(in the setting bounding={kind: quantile_clip}\)"):
         Sweep.from_dict(tree(bounding={"grid": boundings}))
     values = {"bounding": boundings[0], "local.lr": 0.123456}
     assert override_text(values) == "bounding={kind: clip, bound: 0.5} local.lr=0.1235"
@@ -370,8 +368,7 @@ def test_a_setting_that_cannot_be_run_is_named_and_sections_are_printed_as_a_con
 def test_a_trial_refused_on_the_way_ends_the_sweep_and_frees_the_cluster(shared_ray, tmp_path):
     shards = {"kind": "shards", "per_client": {"grid": [5, 200]}}
     sweep = Sweep.from_dict(tree(data={"partition": shards}, sweep={"concurrent": 1}))
-    refused = r"data\.clients = 50: expected from 1 to 45 with 200 one-class shards each"
-    with pytest.raises(ConfigError, match=refused):
+    with refusal(r"data\.clients = 50: expected from 1 to 45 with 200 one-class shards each"):
         run(sweep, tmp_path / "out")
     cores = shared_ray.cluster_resources()["CPU"]
     until = time.monotonic() + WAIT

@@ -3,13 +3,13 @@
 import json
 import logging
 import struct
-import subprocess
 import sys
 import threading
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+import processes
 import pytest
 from conftest import experiment, refusal
 
@@ -211,8 +211,8 @@ def test_a_tracker_whose_library_is_missing_is_refused_before_anything_is_writte
 def test_gauges_of_a_run_without_ray_start_none(tmp_path):
     code = "from conftest import experiment; from raydpfl import run; import sys\n"
     code += "run(experiment(track=['ray']), sys.argv[1]); assert 'ray' not in sys.modules"
-    asked = [sys.executable, "-c", code, str(tmp_path / "out")]
-    done = subprocess.run(asked, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    asked = [sys.executable, "-c", code, tmp_path / "out"]
+    done = processes.run(asked, cwd=Path(__file__).parents[1])
     assert done.returncode == 0 and "track" not in done.stderr, done.stderr
 
 
