@@ -180,6 +180,16 @@ def small(tmp_path):
     return path
 
 
+@pytest.fixture(scope="session")
+def result(tmp_path_factory):
+    """The result of a run that has reached the epsilon of its noise; nobody writes to it."""
+    from raydpfl import run
+
+    noise = {"kind": "gaussian", "epsilon": 6.0, "delta": 1e-5}
+    out = tmp_path_factory.mktemp("private") / "a folder with a long name" / "<run>"
+    return run(experiment(noise=noise, privacy={"accountants": ["rdp", "paper"]}), out)
+
+
 @pytest.fixture
 def own_module(tmp_path, monkeypatch):
     """Makes a module of a user's own, in a directory from which it is imported."""

@@ -144,6 +144,13 @@ EVERY = [
 ]
 
 
+def started(plan: Plan, out: Path) -> Coordinator:
+    """A run before its first round."""
+    coordinator = Coordinator(plan, str(out))
+    coordinator.start()
+    return coordinator
+
+
 @pytest.fixture
 def check_path(fake, tmp_path, monkeypatch):
     """Trains by a method on the fake GPU and the CPU, and compares."""
@@ -417,9 +424,7 @@ def test_where_memory_is_short_half_a_chunk_trains_at_once_and_no_client_is_blam
 def test_memory_that_holds_no_two_clients_ends_the_run_in_one_line_and_blames_none(
     gpu, tmp_path, monkeypatch
 ):
-    plan = on_gpu(client={"on_error": "drop", "backend": "fused"})
-    coordinator = Coordinator(plan, str(tmp_path))
-    coordinator.start()
+    coordinator = started(on_gpu(client={"on_error": "drop", "backend": "fused"}), tmp_path)
     small_memory(monkeypatch, 1)
     with pytest.raises(DeviceError, match=r"no memory left; raise client.num_gpus") as error:
         coordinator.round()
@@ -521,9 +526,7 @@ def test_a_fault_of_the_gpu_is_no_clients_and_ends_the_use_of_the_process(
     gpu, tmp_path, monkeypatch
 ):
     """It is seen where the host waits, after the clients' part has been asked for."""
-    plan = on_gpu(client={"on_error": "drop"})
-    coordinator = Coordinator(plan, str(tmp_path))
-    coordinator.start()
+    coordinator = started(on_gpu(client={"on_error": "drop"}), tmp_path)
 
     def failed() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nfor debugging")
@@ -569,9 +572,7 @@ def test_a_label_that_no_model_knows_is_found_on_the_host():
 def test_a_client_with_such_a_label_is_named_and_dropped_before_the_gpu_sees_it(
     gpu, tmp_path, monkeypatch
 ):
-    plan = on_gpu(client={"on_error": "drop"})
-    coordinator = Coordinator(plan, str(tmp_path))
-    coordinator.start()
+    coordinator = started(on_gpu(client={"on_error": "drop"}), tmp_path)
     shards = coordinator.pool.client.shards
     chunk = shards.chunk
 

@@ -453,16 +453,14 @@ def clipped_late(times):
 def samples_unclipped(times, when):
     """Samples of the rounds `when` are clipped at so many bounds."""
 
-    def careless(train):
-        def made(self, state, *rest, **more):
-            clip = self.trainer.clip
-            self.trainer.clip = clip * (times if when(state.work.t) else 1)
-            yield from train(self, state, *rest, **more)
-            self.trainer.clip = clip
+    @instead_of(ChunkTraining, "train")
+    def careless(train, self, state, *rest, **more):
+        clip = self.trainer.clip
+        self.trainer.clip = clip * (times if when(state.work.t) else 1)
+        yield from train(self, state, *rest, **more)
+        self.trainer.clip = clip
 
-        return made
-
-    return patched(ChunkTraining, "train", careless)
+    return careless
 
 
 @instead_of(Ledger, "record")

@@ -223,6 +223,13 @@ def test_an_epsilon_that_no_proof_holds_is_not_calibrated_for(clients):
         assert resolve(experiment(**clients, noise=noise, **proved)).mechanism.private
 
 
+def test_scaffold_with_a_hidden_cohort_of_fixed_size_is_not_called_rigorous():
+    plan = resolve(experiment(**SCAFFOLD))
+    assert "scaffold" in plan.mechanism.proof_gap
+    hidden = [one for one in plan.guarantees(4, {3: 2}) if "hidden" in str(one.sampling)]
+    assert {one.kind for one in hidden} == {"unproven"}
+
+
 def ratios(q: float, c: float, signs) -> tuple[np.ndarray, np.ndarray]:
     """The likelihood ratio of two rounds with a client of Poisson rate `q` against none, on a grid,
     and the grid's mass.
@@ -312,9 +319,7 @@ def test_no_member_changes_the_sizes_that_accountants_read():
 )
 def test_sums_of_clients_whose_state_holds_their_noise_are_not_called_rigorous(selection):
     """Later contributions reveal that noise; each update's observer sees what the state holds."""
-    plan = resolve(experiment(**SCAFFOLD, selection=selection))
-    found = plan.guarantees(4, {3: 2})
-    assert "scaffold" in plan.mechanism.proof_gap
+    found = resolve(experiment(**SCAFFOLD, selection=selection)).guarantees(4, {3: 2})
     kinds = {(one.observer, one.kind) for one in found}
     assert kinds == {("every aggregate", "unproven"), ("every single update", "rigorous")}
     assert {one.observer for one in tightest_guarantees(found)} == {"every single update"}

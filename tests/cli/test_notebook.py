@@ -20,11 +20,6 @@ ASKED = {
 }
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    return run(experiment(**ASKED), tmp_path_factory.mktemp("notebook") / "<run>")
-
-
 @pytest.fixture
 def cell(monkeypatch):
     """What a cell shows in the end, of an IPython that is running."""

@@ -29,13 +29,6 @@ def printed(show, terminal=False):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", to.file.getvalue())
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    noise = {"kind": "gaussian", "epsilon": 6.0, "delta": 1e-5}
-    out = tmp_path_factory.mktemp("shown") / "a folder with a long name" / "run"
-    return run(experiment(noise=noise, privacy={"accountants": ["rdp", "paper"]}), out)
-
-
 ROW = {
     "round": 1,
     "test_accuracy": None,
