@@ -66,7 +66,7 @@ def test_noise_is_as_large_as_the_largest_weight_of_any_client_calls_for(tmp_pat
     assert result.rounds["noise_std"].to_pylist() == [2.0 * sizes.max() / sizes.mean()] * 4
 
 
-def test_a_weight_above_the_accounted_one_ends_the_run_with_the_members_name(tmp_path):
+def test_a_weight_above_the_accounted_one_ends_the_run_with_the_members_name():
     said = r"weights\.kind .*Drifting gives a client weight .* accounted for"
     with pytest.raises(RunError, match=said):
         plan = resolve(experiment(**UNEQUAL, weights=Drifting()))

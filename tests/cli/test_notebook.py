@@ -100,7 +100,7 @@ def test_a_result_is_drawn_as_the_report_draws_it(result):
 
 
 @pytest.mark.slow
-def test_no_ipython_is_imported_and_the_runner_gives_plain_results(tmp_path):
+def test_no_ipython_is_imported_and_the_runner_gives_plain_results():
     code = "import sys, raydpfl.cli.notebook; sys.exit('IPython' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert not hasattr(runner.RunResult, "plot")

@@ -103,7 +103,7 @@ def test_what_is_no_sweep_whatever_its_settings_is_refused_in_one_line(small, co
         assert complain(["show", small, override]).startswith(line)
 
 
-def test_only_data_show_that_a_setting_cannot_be_dealt(shown, tmp_path):
+def test_only_data_show_that_a_setting_cannot_be_dealt(shown):
     """200 shards a client are more than the data have; that is looked at when it is asked for."""
     shards = {"kind": "shards", "per_client": {"grid": [5, 200]}}
     tree = {**SMALL, "data": {**SMALL["data"], "partition": shards}}

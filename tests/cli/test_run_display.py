@@ -38,7 +38,7 @@ ROW = {
 }
 
 
-def test_what_lives_on_a_terminal_fits_into_eighty_columns_and_a_file_has_plain_lines(result):
+def test_what_lives_on_a_terminal_fits_into_eighty_columns_and_a_file_has_plain_lines():
     def show(to):
         with run_display.Display(to, 100_000) as display:
             display._accountants = ["epsilon_rdp"]

@@ -150,7 +150,7 @@ def test_features_are_the_nets_without_its_last_layer_on_images_as_the_weights_a
 
 
 def test_features_are_extracted_once_whatever_the_partition_and_anew_for_other_weights(
-    net, tmp_path, monkeypatch, cache
+    tmp_path, monkeypatch, cache
 ):
     extracted = []
     monkeypatch.setattr(

@@ -358,7 +358,7 @@ def test_generated_rows_are_those_that_would_be_written(iid, monkeypatch):
         assert all(map(np.array_equal, shards.chunk(clients, most, some), chunk))
 
 
-def test_data_that_would_take_much_of_a_disk_are_generated(monkeypatch):
+def test_data_that_would_take_much_of_a_disk_are_generated():
     described = synthetic(clients=200_000, samples=400)
     shards = Shards.open(prepare(described, seed=2))
     assert not (shards.folder / "train.arrow").exists()

@@ -142,7 +142,7 @@ def test_unknown_words_are_counted_by_data_describe(tmp_path, typed):
         assert code == 0 and "unknown tokens: 3" in said
 
 
-def test_the_mean_of_embeddings_does_not_look_at_padding_and_learns_on_texts(tmp_path):
+def test_the_mean_of_embeddings_does_not_look_at_padding_and_learns_on_texts():
     model = models.parse({"kind": "embedding_mean", "width": 5})
     module = models.build(model, form((4,), 2, tokens=6), 0)
     x = torch.tensor([[3, 4, 0, 0], [0, 0, 0, 0]])

@@ -163,7 +163,7 @@ class Redirecting(BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
-def test_a_token_goes_to_the_address_that_was_given_and_not_on(tmp_path, monkeypatch):
+def test_a_token_goes_to_the_address_that_was_given_and_not_on(monkeypatch):
     first, second = (HTTPServer(("127.0.0.1", port), Redirecting) for port in free_ports(2))
     for each in (first, second):
         threading.Thread(target=each.serve_forever, daemon=True).start()

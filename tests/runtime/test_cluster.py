@@ -300,7 +300,7 @@ def test_all_pods_mount_the_shared_volume_and_keep_the_cache_on_it(name):
     assert cluster == manifest("kuberay-cluster")["spec"]
 
 
-def test_the_entrypoint_of_the_job_is_a_run_that_this_version_understands(tmp_path, monkeypatch):
+def test_the_entrypoint_of_the_job_is_a_run_that_this_version_understands(monkeypatch):
     words = shlex.split(manifest("kuberay-job")["spec"]["entrypoint"])
     calls = []
     monkeypatch.setattr(

@@ -259,7 +259,7 @@ def test_a_claim_of_a_cell_that_stands_nowhere_is_refused():
         Study.from_dict(given)
 
 
-def test_a_study_is_read_without_the_code_that_it_names(tmp_path, monkeypatch):
+def test_a_study_is_read_without_the_code_that_it_names():
     given = changed("arms/Data/bounding", {"kind": "nowhere:Mine", "bound": 1.0})
     asked = Study.from_dict(given, imports=())
     assert len(asked.cells) == 8 and asked.runs()["final"] == 16
