@@ -14,7 +14,6 @@ import processes
 import pytest
 import yaml
 from typer.main import get_command
-from typer.testing import CliRunner
 
 import raydpfl
 from raydpfl import Experiment, check
@@ -111,7 +110,7 @@ def test_lines_of_text_have_a_hundred_columns_and_snippets_fit_a_page_of_the_sit
 
 
 @pytest.mark.parametrize("page, words", commands())
-def test_every_command_and_its_options_are_there(page, words, monkeypatch):
+def test_every_command_and_its_options_are_there(page, words, monkeypatch, typed):
     command = get_command(app)
     given = list(words)
     while hasattr(command, "commands") and given[0] in command.commands:
@@ -127,7 +126,7 @@ def test_every_command_and_its_options_are_there(page, words, monkeypatch):
             read(ROOT / name, changes)
     if " ".join(words).startswith(QUICK) and "--timed" not in words:
         monkeypatch.chdir(ROOT)
-        assert CliRunner().invoke(app, words).exit_code == 0
+        assert typed(*words)[0] == 0
 
 
 @pytest.mark.parametrize("page, text", fences("yaml"))
@@ -250,30 +249,31 @@ def test_no_page_sends_its_reader_to_the_source():
 
 
 @pytest.mark.slow
-def test_a_table_is_described_and_trained_on_as_the_docs_say(tmp_path, monkeypatch):
+def test_a_table_is_described_and_trained_on_as_the_docs_say(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     rows = [f"u{i % 40},{20 + i % 50},{i % 9},{i % 7}.5\n" for i in range(240)]
     Path("visits.csv").write_text("".join(["user,age,visits,price\n", *rows]))
-    described = CliRunner().invoke(app, ["data", "describe", "visits.csv", "data.y=price"])
-    written = yaml.safe_load(described.output)
+    _, described, _ = typed("data", "describe", "visits.csv", "data.y=price")
+    written = yaml.safe_load(described)
     tables = [
         text for page, text in (each.values for each in fences("yaml")) if "visits.csv" in text
     ]
     assert written["data"] == yaml.safe_load(tables[0])["data"]
-    Path("mine.yaml").write_text(described.output)
-    small = ["rounds=2", "client.actors=0", "--quiet"]
-    assert CliRunner().invoke(app, ["run", "mine.yaml", *small]).exit_code == 0
+    Path("mine.yaml").write_text(described)
+    assert typed("run", "mine.yaml", "rounds=2", "client.actors=0", "--quiet")[0] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["--out runs/first", "--out runs/compared"])
-def test_runs_are_gone_on_with_reported_and_compared_as_the_docs_say(place, tmp_path, monkeypatch):
+def test_runs_are_gone_on_with_reported_and_compared_as_the_docs_say(
+    place, tmp_path, monkeypatch, typed
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     block = next(each.values[1] for each in fences("bash") if place in each.values[1])
     for line in block.replace("\\\n", " ").splitlines():
-        done = CliRunner().invoke(app, line.split()[1:])
-        assert done.exit_code == 0, (line, done.output, done.exception)
+        code, _, said = typed(*line.split()[1:])
+        assert code == 0, (line, said)
     made = {"--out runs/first": "model.safetensors", "--out runs/compared": "runs/compared"}
     assert (tmp_path / made[place]).exists()
 

@@ -11,12 +11,10 @@ import pytest
 import yaml
 from conftest import messages, refusal
 from jsonschema import Draft202012Validator
-from typer.testing import CliRunner
 
 import raydpfl
 from raydpfl import Experiment, experiment
 from raydpfl.cli import kinds
-from raydpfl.cli.app import app
 from raydpfl.config.hints import FOREIGN, METHODS
 from raydpfl.config.yaml import read
 from raydpfl.privacy.accountants import ACCOUNTANTS
@@ -98,13 +96,12 @@ def test_a_name_that_there_is_not_is_answered_with_the_nearest():
         kinds.list_references("boundin")
 
 
-def test_the_command_prints_text_json_and_the_version():
-    run = CliRunner().invoke
-    assert run(app, ["kinds", "server"]).output.startswith("server.sgd\n")
-    found = json.loads(run(app, ["kinds", "server.adam", "--json"]).output)
+def test_the_command_prints_text_json_and_the_version(typed):
+    assert typed("kinds", "server")[1].startswith("server.sgd\n")
+    found = json.loads(typed("kinds", "server.adam", "--json")[1])
     assert [each["kind"] for each in found] == ["adam"]
     assert {"name", "type", "required", "default", "about"} == set(found[0]["keys"][0])
-    assert run(app, ["--version"]).output == f"raydpfl {raydpfl.__version__}\n"
+    assert typed("--version") == (0, f"raydpfl {raydpfl.__version__}\n", "")
 
 
 def test_the_version_is_one_everywhere():
@@ -168,8 +165,8 @@ REFUSED = [
 
 
 @pytest.mark.slow
-def test_it_is_a_schema_and_the_command_prints_it():
-    printed = json.loads(CliRunner().invoke(app, ["kinds", "--schema"]).output)
+def test_it_is_a_schema_and_the_command_prints_it(typed):
+    printed = json.loads(typed("kinds", "--schema")[1])
     Draft202012Validator.check_schema(printed)
     assert printed == json.loads(json.dumps(VALIDATOR.schema))
 

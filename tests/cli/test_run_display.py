@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 from conftest import experiment
 from rich.console import Console
-from typer.testing import CliRunner
 
 from raydpfl import privacy, run
-from raydpfl.cli import app, exit_codes, guarantee_table, run_display
+from raydpfl.cli import exit_codes, guarantee_table, run_display
 from raydpfl.methods.noise.tree_gaussian import TreeGaussian
 from raydpfl.privacy import Guarantee
 from raydpfl.privacy.guarantee import Observer, Scope
@@ -207,9 +206,9 @@ def test_other_relations_have_rows_of_their_own_and_papers_join_the_first():
     assert [len(row.cells) for row in rows] == [2, 1]
 
 
-def test_helps_are_wrapped_at_words_and_by_nothing_else(monkeypatch):
+def test_helps_are_wrapped_at_words_and_by_nothing_else(monkeypatch, typed):
     monkeypatch.setenv("COLUMNS", "80")
-    text = CliRunner().invoke(app.app, ["--help"]).output
+    text = typed("--help")[1]
     assert max(map(len, text.splitlines())) <= 80
     joined = " ".join(text.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
     assert "whether each of it can be, and how long it takes." in joined

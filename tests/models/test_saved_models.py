@@ -11,12 +11,10 @@ import torch
 from conftest import experiment, refusal
 from safetensors.torch import load_file, save_file
 from torch import nn
-from typer.testing import CliRunner
 
 import raydpfl
 from raydpfl import models, run
 from raydpfl.cli import run_display
-from raydpfl.cli.app import app
 from raydpfl.errors import RunError
 from raydpfl.experiment import Experiment
 from raydpfl.models import weights
@@ -79,11 +77,11 @@ def test_a_run_is_loaded_from_its_directory_alone(finished, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
-def test_a_model_is_exported_with_all_that_it_has(finished, tmp_path, name):
+def test_a_model_is_exported_with_all_that_it_has(finished, tmp_path, name, typed):
     folder, result = finished
     file = tmp_path / name
-    done = CliRunner().invoke(app, ["export", str(folder), "--out", str(file), "--trust-code"])
-    assert done.exit_code == 0 and done.stdout.strip() == str(file)
+    code, said, _ = typed("export", folder, "--out", file, "--trust-code")
+    assert code == 0 and said.strip() == str(file)
     read = load_file(file) if name.endswith("safetensors") else torch.load(file, weights_only=True)
     assert same(read, result.model.state_dict())
     fresh = Tied()

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import experiment, refusal
 from test_storage_kills import spent
-from typer.testing import CliRunner
 
 from raydpfl import Experiment, load, run, storage
-from raydpfl.cli.app import app
 from raydpfl.data import prepare, shard_writer
 from raydpfl.errors import FileError, RunError
 from raydpfl.privacy import Ledger
@@ -96,15 +94,15 @@ def test_what_is_read_of_a_run_is_read_of_an_address(s3, whole):
     assert b"raydpfl report" in files(place)["report/index.html"]
 
 
-def test_the_commands_take_addresses(s3, tmp_path, monkeypatch):
+def test_the_commands_take_addresses(s3, tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(described().to_yaml())
     place = storage.join_address(s3(), "run")
 
     def said(*words: str) -> str:
-        done = CliRunner().invoke(app, words)
-        assert done.exit_code == 0, done.output
-        return done.output
+        code, out, told = typed(*words)
+        assert code == 0, told
+        return out
 
     assert f"Run directory: {place}" in said("run", "small.yaml", "--out", place)
     assert f"Run directory: {place}" in said("run", place, "--resume", "rounds=5")
