@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from functools import wraps
 from types import SimpleNamespace
 
 import numpy as np
@@ -350,6 +351,7 @@ def blocks_changed(change):
             change(block)
             yield replace(block, norms=None)
 
+    @wraps(change)
     def control(patch):
         changed(patch)
         patch.setattr(actor, "choose", lambda state, training: ScaledContribution)
