@@ -171,7 +171,8 @@ def _exported_tensors(module: nn.Module, merged: bool) -> dict[str, torch.Tensor
     if merged or not adapters:
         return models.merged(module) if merged else module.state_dict()
     names = models.exported_names(module)
-    return {name: parameter for name, parameter in module.named_parameters() if name in names}
+    parameters = module.named_parameters()
+    return {name: values.detach() for name, values in parameters if name in names}
 
 
 def _file(folder: Path) -> Path:
