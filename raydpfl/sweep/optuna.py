@@ -98,9 +98,10 @@ class Dashboard:
 
     The study is written and never read back into the sweep: a setting that is done becomes a trial
     of the study, named by its values, so that a resumed sweep adds what is missing. If the study
-    has another result of a setting, or one that the sweep does not have, it is deleted and written
-    from the directory, with a warning. A storage that fails later is warned of once, and the sweep
-    continues without it. `name` is that of the sweep's directory, and so of the study.
+    has another result of a setting, one that the sweep does not have, or other values to choose
+    from, it is deleted and written from the directory, with a warning. A storage that fails later
+    is warned of once, and the sweep continues without it. `name` is that of the sweep's directory,
+    and so of the study.
 
     Raises `ConfigError` if the storage cannot be opened, or has another study of this name.
     """
@@ -111,6 +112,7 @@ class Dashboard:
         self.url = sweep.search.storage
         self._library = optuna("sweep.storage", self.url, "none")
         self._has_failed = False
+        self._has_other_axes = False  # the study, than the sweep
         self._outcomes: dict[str, str] = {}  # in words, by setting
         self._axes = {key: self._axis(space) for key, space in sweep.spaces.items()}
         # what a resumed sweep has in common with what it was
@@ -139,6 +141,16 @@ class Dashboard:
         for trial in self._study.get_trials(deepcopy=False):
             value = trial.value if trial.values else None
             self._outcomes[trial.user_attrs.get("setting", "")] = _words(trial.state.name, value)
+            self._has_other_axes |= not self._takes_axes(trial)
+
+    def _takes_axes(self, trial: Any) -> bool:
+        """Whether the study of this trial can have trials of the sweep; it keeps its choices."""
+        try:
+            for key, axis in trial.distributions.items():
+                self._library.distributions.check_distribution_compatibility(axis, self._axes[key])
+        except (KeyError, ValueError):
+            return False
+        return True
 
     def _create(self) -> None:
         place = {"study_name": self.name, "storage": self._storage}
@@ -149,6 +161,7 @@ class Dashboard:
             warnings.simplefilter("ignore")  # this is marked experimental
             self._study.set_metric_names([self.sweep.search.metric])
         self._outcomes = {}
+        self._has_other_axes = False
 
     def show(self, settings: Sequence[SearchSetting], is_over: bool = False) -> None:
         """Adds the settings that are done. `is_over`: these are all that the sweep has."""
@@ -171,6 +184,7 @@ class Dashboard:
                 outcomes[name] = state, mean
         names = outcomes.keys() & self._outcomes
         mismatch = any(_words(*outcomes[name]) != self._outcomes[name] for name in names)
+        mismatch |= self._has_other_axes
         if mismatch or (is_over and self._outcomes.keys() - settings.keys()):
             study_label = f"the study {self.name} in {self.url}"
             log.warning("%s does not match the sweep and is replaced", study_label)

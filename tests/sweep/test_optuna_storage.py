@@ -76,6 +76,20 @@ def test_a_study_that_disagrees_is_written_anew_from_the_directory(url, caplog):
 
 
 @pytest.mark.slow
+def test_a_study_has_the_settings_of_a_list_of_texts_that_was_extended(url, caplog):
+    for kinds in (["sgd", "adam"], ["sgd", "adam", "yogi"]):
+        sweep = Sweep.from_dict(tree(server={"kind": {"grid": kinds}}, sweep={"storage": url}))
+        settings = settings_of(sweep, Path(url.removeprefix("sqlite:///")).parent / "out")
+        for setting in settings:
+            for trial in setting.trials:
+                trial.status = "completed"
+                trial.summary = {"test_accuracy": 0.5, "guarantees": []}
+        Dashboard(sweep, "out").show(settings)
+        assert [each.params["server.kind"] for each in study(url).trials] == kinds
+    assert [each.getMessage().rpartition(" and ")[2] for each in caplog.records] == ["is replaced"]
+
+
+@pytest.mark.slow
 def test_another_study_of_the_name_and_a_storage_that_cannot_be_opened_are_refused(url, tmp_path):
     optuna.create_study(study_name="out", storage=url)
     sweep, _ = swept(url, [])
