@@ -100,15 +100,17 @@ class Dashboard:
     of the study, named by its values, so that a resumed sweep adds what is missing. If the study
     has another result of a setting, one that the sweep does not have, or other values to choose
     from, it is deleted and written from the directory, with a warning. A storage that fails later
-    is warned of once, and the sweep continues without it. `name` is that of the sweep's directory,
-    and so of the study.
+    is warned of once, and the sweep continues without it. `place` is the sweep's directory or its
+    address, the last part of which is the name of the study; one that `has_begun` may have been
+    moved.
 
     Raises `ConfigError` if the storage cannot be opened, or has another study of this name.
     """
 
-    def __init__(self, sweep: Sweep, name: str):
+    def __init__(self, sweep: Sweep, place: str, has_begun: bool = False):
         self.sweep = sweep
-        self.name = name
+        self.place = place.rstrip("/")
+        self.name = self.place.rpartition("/")[2]
         self.url = sweep.search.storage
         self._library = optuna("sweep.storage", self.url, "none")
         self._has_failed = False
@@ -122,22 +124,25 @@ class Dashboard:
         leaves = {k: v for k, v in leaves.items() if not f"{k}.".startswith(prefixes)}
         self._mark = identity({"metric": sweep.search.metric, "keys": sorted(values), **leaves})
         try:
-            self._open()
+            self._open(has_begun)
         except ConfigError:
             raise
         except Exception as error:  # of any library that the URL names
             expected = f"a storage that Optuna can open ({one_line(error, 200)})"
             raise ConfigError("sweep.storage", self.url, expected) from None
 
-    def _open(self) -> None:
+    def _open(self, has_begun: bool) -> None:
         self._storage = self._library.storages.get_storage(self.url)
         if self.name not in self._library.get_all_study_names(self._storage):
             self._create()
             return
         self._study = self._library.load_study(study_name=self.name, storage=self._storage)
-        if self._study.user_attrs.get("sweep") != self._mark:
+        facts = self._study.user_attrs
+        is_elsewhere = facts.get("directory") != self.place and not has_begun
+        if facts.get("sweep") != self._mark or is_elsewhere:
             expected = f"a storage without another study named {self.name}, as the directory is"
             raise ConfigError("sweep.storage", self.url, expected)
+        self._study.set_user_attr("directory", self.place)
         for trial in self._study.get_trials(deepcopy=False):
             value = trial.value if trial.values else None
             self._outcomes[trial.user_attrs.get("setting", "")] = _words(trial.state.name, value)
@@ -157,6 +162,7 @@ class Dashboard:
         direction = "maximize" if self.sweep.sign > 0 else "minimize"
         self._study = self._library.create_study(**place, direction=direction)
         self._study.set_user_attr("sweep", self._mark)
+        self._study.set_user_attr("directory", self.place)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # this is marked experimental
             self._study.set_metric_names([self.sweep.search.metric])

@@ -103,8 +103,8 @@ class SweepRunner(SearchRunner):
             expected = f"{score_set(self.metric)}_loss; a {task.kind} has no accuracy"
             raise ConfigError("sweep.metric", self.metric, expected)
         if sweep.search.storage is not None:
-            place = storage.origin(self.folder) or str(self.folder)
-            self._dashboard = Dashboard(sweep, place.rstrip("/").rpartition("/")[2])
+            place = storage.origin(self.folder) or str(self.folder.absolute())
+            self._dashboard = Dashboard(sweep, place, self.config.exists())
 
     def advance(self) -> bool:
         """Adds all trials of a setting before the next."""

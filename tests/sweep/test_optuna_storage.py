@@ -96,10 +96,13 @@ def test_another_study_of_the_name_and_a_storage_that_cannot_be_opened_are_refus
     with refusal("without another study named out"):
         Dashboard(sweep, "out")
     optuna.delete_study(study_name="out", storage=url)
-    Dashboard(sweep, "out")
+    Dashboard(sweep, "a/out")
+    with refusal("without another study named out"):
+        Dashboard(sweep, "b/out")
+    Dashboard(sweep, "b/out", has_begun=True)  # moved
     tree = {**sweep.tree, "rounds": 3, "seed": 9}
     with refusal("without another study named out"):
-        Dashboard(replace(sweep, tree=tree), "out")
+        Dashboard(replace(sweep, tree=tree), "b/out")
     for wrong in (f"sqlite:///{tmp_path}/no/such.db", "nonsense", "postgresql+none://x"):
         sweep, _ = swept(wrong, [])
         with refusal(r"sweep.storage = .* that Optuna can open \("):
