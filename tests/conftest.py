@@ -308,11 +308,14 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow, besides what is marked so: what starts Ray, and all cases of a test but the first."""
+    """Slow, besides what is marked so: what starts Ray, the examples of docstrings that train
+    clients for seconds, and all cases of a test but the first.
+    """
     seen = set()
     for item in items:
         name = item.nodeid.split("[")[0]
-        if name in seen or "shared_ray" in getattr(item, "fixturenames", ()):
+        starts_ray = "shared_ray" in getattr(item, "fixturenames", ())
+        if name in seen or starts_ray or item.name in ("raydpfl.check", "raydpfl.audit"):
             item.add_marker("slow")
         seen.add(name)
         if item.get_closest_marker("slow") is None:

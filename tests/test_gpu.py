@@ -212,6 +212,7 @@ def test_a_wait_for_each_client_is_found(check_path, monkeypatch):
         check_path("clip")
 
 
+@pytest.mark.slow
 def test_noise_that_is_left_on_the_host_is_found(check_path, monkeypatch):
     draw = base.StepNoise.__call__
     left = lambda noise, *of: draw(replace(noise, device=device.CPU), *of)  # noqa: E731

@@ -94,7 +94,7 @@ class Session:
         except BaseException as error:
             self.close()
             if isinstance(error, Exception):
-                reason = f"{error}; client.actors=0 does without"
+                reason = f"{error}; a run with client.actors=0 needs none"
                 raise RunError(f"Ray could not be started: {reason}") from None
             raise
         finally:
