@@ -19,7 +19,7 @@ within it, and globals and class attributes of the user's own files.
 import pickle
 import random
 import sys
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -37,18 +37,19 @@ LIBRARY_PACKAGES = (*SHIPPED_PACKAGES, *LIBRARIES, "functools")
 
 def python_state(*roots: Any) -> dict[str, bytes]:
     """By name, a text of all that they and their files keep. `roots`: modules, members of the
-    user's own, or classes.
+    user's own, classes, or functions.
     """
     texts: dict[str, bytes] = {}
     files: dict[str, ModuleType] = {}
     for root in roots:
         parts = root.named_modules() if isinstance(root, nn.Module) else [("", root)]
         for name, part in parts:
-            for cls in (part if isinstance(part, type) else type(part)).__mro__:
-                file = sys.modules.get(cls.__module__)
-                if file and cls.__module__.partition(".")[0] not in LIBRARY_PACKAGES:
-                    files[cls.__module__] = file
-                    _take(texts, vars(cls), f"{cls.__qualname__}.")
+            owners: tuple[Any, ...] = (part if isinstance(part, type) else type(part)).__mro__
+            for owner in (part, *owners) if isinstance(part, FunctionType) else owners:
+                file = sys.modules.get(owner.__module__)
+                if file and owner.__module__.partition(".")[0] not in LIBRARY_PACKAGES:
+                    files[owner.__module__] = file
+                    _take(texts, vars(owner), f"{owner.__qualname__}.")
             if isinstance(part, nn.Module):
                 _take(texts, vars(part), f"{name}." if name else "")
     for name, file in files.items():

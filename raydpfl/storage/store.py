@@ -45,7 +45,7 @@ def local_path(name: str | Path) -> Path:
         return Path(name)
     whole = re.fullmatch(r"file:(?://(?:localhost)?)?(/(?!/).*)", text, re.IGNORECASE | re.DOTALL)
     if whole is None:
-        raise ConfigError("--out", text, "file:///WHOLE/PATH, or a path")
+        raise ConfigError("address", text, "file:///WHOLE/PATH, or a path")
     return Path(unquote(whole[1]))
 
 

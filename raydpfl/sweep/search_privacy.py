@@ -2,6 +2,7 @@
 less where the best of a random number of trials is released alone (`sweep.private`).
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,10 +99,12 @@ def compose_search(
 
 
 def _worst_composition(compositions: Sequence[Composition]) -> Composition:
-    """Of the clients of each seed that divides the rows in its own way, those that spend most."""
+    """Of the clients of each seed that divides the rows in its own way, those of which the largest
+    epsilon is stated, or none.
+    """
     worst_case = max(
         compositions,
-        key=lambda composition: max(claim.epsilon for claim in composition.guarantees),
+        key=lambda one: one.epsilon.epsilon if one.epsilon else math.inf,
     )
     notes = worst_case.notes
     if len(compositions) > 1:

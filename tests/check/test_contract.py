@@ -1,5 +1,6 @@
 """The contract of every member: ours keep it, a liar is caught by the clause that is for it."""
 
+import textwrap
 import uuid
 from dataclasses import replace
 from types import SimpleNamespace
@@ -447,6 +448,26 @@ def test_a_member_that_lies_is_caught_by_the_promise_that_is_for_it(liar):
     found = check(liar)
     broken = {clause.name: clause.finding for clause in found if not clause.kept}
     assert LIARS[liar] in broken, render(found)
+
+
+@pytest.mark.slow
+def test_what_the_file_of_a_function_keeps_is_found(own_module):
+    source = """
+        from torch import nn
+
+        FIRST = []
+
+        class Net(nn.Linear):
+            def forward(self, x):
+                FIRST or FIRST.append(float(x.detach().sum()))
+                return super().forward(x)
+
+        def net() -> nn.Module:
+            return Net(8, 3)
+    """
+    own_module("kept_by_a_file", textwrap.dedent(source))
+    broken = {one.name: one.finding for one in check("kept_by_a_file:net") if not one.kept}
+    assert "kept_by_a_file.FIRST changes" in broken["no shared state"]
 
 
 def test_a_length_that_rounds_to_the_bound_is_shown_with_what_is_above_it():

@@ -104,7 +104,9 @@ def test_a_ray_that_does_not_start_ends_the_run_and_says_how_to_do_without(tmp_p
 
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr("ray.init", broken)
-    with pytest.raises(RunError, match=r"Ray could not be started: no room; a run with client.actors=0"):
+    with pytest.raises(
+        RunError, match=r"not be started: no room; a run with client.actors=0 needs"
+    ):
         run(experiment(client={"actors": 2}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -339,7 +339,7 @@ def test_many_runs_go_on_with_the_code_they_began_with(kind, tmp_path):
     assert len(trials) == 2
     before = sha(trials[0])
     written(tmp_path / "other", **{"late.py": "HALF = 0.25\n"})
-    for folder in (tmp_path, tmp_path / "other"):
+    for folder, scheme in ((tmp_path, ""), (tmp_path / "other", "file://")):
         shutil.rmtree(trials[0])
-        command(folder, "-m", "raydpfl", kind, tmp_path / "out", "--resume", "--quiet")
+        command(folder, "-m", "raydpfl", kind, f"{scheme}{tmp_path}/out", "--resume", "--quiet")
         assert sha(trials[0]) == before

@@ -374,7 +374,7 @@ def test_a_file_address_is_a_path(scheme, name, path):
 
 
 def test_a_file_address_of_another_machine_is_refused():
-    with refusal("--out = 'file://runs/one': expected file:///WHOLE/PATH"):
+    with refusal("address = 'file://runs/one': expected file:///WHOLE/PATH"):
         storage.location("file://runs/one")
 
 

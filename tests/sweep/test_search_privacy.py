@@ -6,7 +6,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from conftest import messages, refusal
+from conftest import experiment, messages, refusal
 from test_sweep import tree
 
 from raydpfl import run as run_one
@@ -15,7 +15,7 @@ from raydpfl.privacy import Mechanism, Query, Sampling
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.sweep import Sweep
 from raydpfl.sweep.runner import SweepRunner
-from raydpfl.sweep.search_privacy import private_search_composition
+from raydpfl.sweep.search_privacy import compose_search, private_search_composition
 
 GRID = {"lr": {"grid": [0.05, 0.1]}}
 BOTH = {"accountants": ["pld", "rdp"]}
@@ -223,3 +223,23 @@ def test_seeds_that_divide_the_rows_otherwise_are_other_people(tmp_path):
     together = fixed.gather(is_over=True).summary
     assert "2 runs together" in together["guarantees"][0]["sampling"]
     assert hidden(together["guarantees"])["pld"] > hidden(summary["guarantees"])["pld"]
+
+
+def test_of_clients_of_several_seeds_those_count_of_which_the_larger_epsilon_is_stated(tmp_path):
+    """Of the first the cohort seen costs most, of the second the cohort hidden."""
+    noises = {1: (1, 0.4), 2: (150, 2.0)}
+    runs, stated = [], []
+    for seed, (cohort, multiplier) in noises.items():
+        run = experiment(
+            seed=seed,
+            rounds=20,
+            data={"kind": "synthetic", "clients": 200, "samples": 5},
+            selection={"kind": "poisson", "cohort": cohort},
+            noise={"multiplier": multiplier},
+            client={"chunk": 50},
+        )
+        run_one(run, tmp_path / str(seed))
+        runs.append((tmp_path / str(seed), run))
+        stated.append(compose_search(runs[-1:], None).epsilon.epsilon)
+    assert stated[0] < stated[1]
+    assert compose_search(runs, None).epsilon.epsilon == stated[1]

@@ -516,12 +516,13 @@ def test_former_runs_on_the_same_data_count_in_every_private_cell(tmp_path, monk
     composed = []
 
     def compose(runs, root, adaptive):
-        composed.append([path.name for path, _ in runs if path.name in experiments])
+        composed.append(([path.name for path, _ in runs if path.name in experiments], adaptive))
         return Composition()
 
     monkeypatch.setattr("raydpfl.sweep.study.runner.compose_search", compose)
     runner.gather(is_over=True)
-    assert composed == [["former"], []]  # Clip, and Free without noise
+    # Clip, which may have been tried by what those show, and Free without noise
+    assert composed == [(["former"], True), ([], False)]
     (tmp_path / "trials" / "other" / "config.yaml").write_text("nonsense")
     statement = runner.gather(is_over=True).summary["tuning"]["statement"]
     assert "a run in trials/ cannot be read" in statement

@@ -93,13 +93,14 @@ def reproduce(
         raise ConfigError("study", None, "the name of a study; raydpfl reproduce --list shows them")
     if resume and out is None:
         study = studies[0]
-        is_folder = len(studies) == 1 and (os.path.isdir(study) or storage.is_address(study))
+        is_place = storage.is_address(study) or os.path.isdir(storage.location(study))
+        is_folder = len(studies) == 1 and is_place
         out = study if is_folder else refuse_resume(" ".join(studies), "study", "reproduce")
     run_options: dict[str, Any] = {"resume": resume, "data_root": data_root, "address": address}
     with ExitStack() as stack:
         names = [name for study_name in studies for name in studying.several(study_name)]
         for place, name in enumerate(names):
-            if storage.is_address(name):
+            if "://" in name:
                 folder = stack.enter_context(storage.readable_folder(name, "study", _is_study_file))
                 names[place] = str(folder)
             code_source = out if out and resume and len(names) == 1 else names[place]

@@ -46,7 +46,7 @@ class SelectionProbe(Probe):
         facts |= {"support": int((probabilities > 1e-9).sum()), "total_variation": distance}
         facts["mean_samples"] = float(probabilities @ population.sizes)
         budgets = release.get("budget")
-        if budgets is not None and np.isfinite(budgets).any():
+        if budgets is not None and probabilities[np.isfinite(budgets)].any():
             finite = np.isfinite(budgets)
             facts["mean_budget"] = float(np.average(budgets[finite], weights=probabilities[finite]))
         return facts

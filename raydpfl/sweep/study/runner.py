@@ -108,10 +108,10 @@ class StudyRunner(SearchRunner):
         for cell in progress:
             runs = [(trial.folder, trial.experiment) for trial in cell.tuning_trials]
             kinds = {experiment.data.kind for _, experiment in runs if experiment.private}
-            runs += [run for run in former if run[1].data.kind in kinds]
-            # values that a grid grew by were chosen by results
-            adaptive = self.is_adaptive or len(cell.tries) > cell.cell.settings
-            composition = compose_search(runs, self._root, adaptive)
+            others = [run for run in former if run[1].data.kind in kinds]
+            # values that a grid grew by were chosen by results, and so may be a change of the study
+            adaptive = self.is_adaptive or bool(others) or len(cell.tries) > cell.cell.settings
+            composition = compose_search(runs + others, self._root, adaptive)
             cell.composition = composition and (unread or composition)
 
     def finish(self, processes: int) -> StudyResult:
