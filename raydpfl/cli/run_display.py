@@ -242,8 +242,7 @@ def _guarantees(console: Console, result: RunResult) -> None:
     if not guarantees and result.summary["status"] == "budget":
         _say(console, "No round was run: nothing of the data was released, and nothing spent.")
     elif not guarantees:
-        no_noise = "the run had no noise that an accountant was asked to account for"
-        _say(console, f"No privacy guarantee: {no_noise}.")
+        _say(console, "No privacy guarantee: no accountant was asked, or there was no noise.")
     holds = tightest_guarantees(guarantees)
     # a table for those of one unit and one delta
     for group in group_by(guarantees, lambda one: (one.unit, one.delta)).values():

@@ -172,7 +172,9 @@ class Guarantee:
         }
 
     def detection(self) -> str:
-        """What it means: the largest power of any test at a false-alarm rate of 5%."""
+        """What it means: the largest power of any test at a false-alarm rate of 5%, by the whole
+        trade-off curve where there is one, else by epsilon at delta.
+        """
         if not math.isfinite(self.epsilon):
             return f"Nothing is guaranteed: {'; '.join(self.conditions_failed)}."
         likelier = math.exp(min(self.epsilon, 700.0))
@@ -181,12 +183,15 @@ class Guarantee:
             1 - (1 - FALSE_ALARMS - self.delta) / likelier,
             1.0,
         )
+        if self.curve:
+            power = min(power, float(self.curve().true_positives(FALSE_ALARMS)))
+        source = ", by its whole trade-off curve," if self.curve else ""
         secret = _SECRETS.get(self.sampling.knows)
         secret_text = f", but not {secret}," if secret else ""
         return (
-            f"Epsilon {self.epsilon:.4g} at delta {self.delta:g} means: at a false-alarm rate of "
-            f"{FALSE_ALARMS:.0%}, an observer of {self.observer}{secret_text} can detect that one "
-            f"{self.unit} {_EVENTS.get(self.relation, 'differed')} at most {100 * power:.4g}% of "
+            f"Epsilon {self.epsilon:.4g} at delta {self.delta:g}{source} means: at a false-alarm "
+            f"rate of {FALSE_ALARMS:.0%}, an observer of {self.observer}{secret_text} can detect "
+            f"that one {self.unit} {_EVENTS.get(self.relation, 'differed')} at most {100 * power:.4g}% of "
             f"the time; blind guessing detects {FALSE_ALARMS:.0%}."
         )
 

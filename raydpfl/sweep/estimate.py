@@ -89,12 +89,12 @@ def workloads(runs: Runs) -> dict[Path, list[tuple[Experiment, int]]]:
     """The runs of each kind, by the file with its timing; each experiment counts once."""
     loads: dict[Path, list[tuple[Experiment, int]]] = {}
     distinct_runs: dict[str, tuple[Experiment, int]] = {}
+    folder = cache_root() / "rounds"
     for run in runs:
         distinct_runs.setdefault(name_of(run[0]), run)
     for experiment, times in distinct_runs.values():
         digest = hashlib.sha256(repr((*_workload(experiment), cores())).encode()).hexdigest()[:16]
-        path = cache_root() / "rounds" / f"{digest}.json"
-        loads.setdefault(path, []).append((experiment, times))
+        loads.setdefault(folder / f"{digest}.json", []).append((experiment, times))
     return loads
 
 

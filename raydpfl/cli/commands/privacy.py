@@ -213,7 +213,7 @@ def audit(
     out = out or new_folder(config, "-replay" if replay else "-audit")
     console = plain_console()
     bar = progress.Progress(
-        "round",
+        "world" if replay else "round",
         progress.MofNCompleteColumn(),
         progress.BarColumn(),
         progress.TimeRemainingColumn(),
