@@ -254,6 +254,9 @@ class _Drive:
         is_stopped = False
         try:
             self.reason = self.call("stop_reason")
+            if t < rounds and not self.reason:  # what an earlier end wrote holds no longer
+                (self.folder / "summary.json").unlink(missing_ok=True)
+                storage.push(self.folder)
             while t < rounds and not (signals.is_stop_requested() or is_stopped or self.reason):
                 with wrap_user_errors():
                     row = self.call("round")

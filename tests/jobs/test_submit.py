@@ -168,7 +168,8 @@ def test_a_job_takes_own_code_along_outlives_its_terminal_stops_and_resumes_to_t
 
     out = tmp_path / "runs" / job
     assert [each.name for each in out.iterdir()] == ["job.json"]
-    finish(start(head, tmp_path, "--stop", job))
+    said = finish(start(head, tmp_path, "--stop", job))
+    assert f"{job} was stopped; its run goes on with: raydpfl submit CONFIG --resume {job}" in said
     stopped = summary(out)
     assert stopped["status"] == "interrupted" and 2 <= stopped["rounds"] < 60
     assert list((out / "checkpoints").iterdir())

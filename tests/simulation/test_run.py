@@ -442,6 +442,20 @@ def holder(folder, seconds: float) -> subprocess.Popen:
 
 
 @pytest.mark.slow
+def test_a_run_that_goes_on_has_no_summary_of_an_earlier_end(tmp_path):
+    run(experiment(rounds=1), tmp_path)
+    seen = []
+
+    def look(rows):
+        seen.extend((tmp_path / "summary.json").exists() for _ in rows)
+
+    summary = run(experiment(rounds=3), tmp_path, resume=True, on_rows=look).summary
+    assert seen == [False, False] and summary["rounds"] == 3
+    assert json.loads((tmp_path / "summary.json").read_text())["rounds"] == 3
+    run(experiment(rounds=3), tmp_path, resume=True, on_rows=look)
+    assert len(seen) == 2
+
+
 def test_two_runs_cannot_write_to_one_directory_and_a_killed_one_holds_it_no_longer(tmp_path):
     other = holder(tmp_path, 600)
     try:
