@@ -186,13 +186,15 @@ class Guarantee:
         if self.curve:
             power = min(power, float(self.curve().true_positives(FALSE_ALARMS)))
         source = ", by its whole trade-off curve," if self.curve else ""
+        unit = 10.0 ** (math.floor(math.log10(100 * power)) - 3)  # of the last digit
+        percent = min(100.0, math.ceil(100 * power / unit) * unit)
         secret = _SECRETS.get(self.sampling.knows)
         secret_text = f", but not {secret}," if secret else ""
         return (
             f"Epsilon {self.epsilon:.4g} at delta {self.delta:g}{source} means: at a false-alarm "
             f"rate of {FALSE_ALARMS:.0%}, an observer of {self.observer}{secret_text} can detect "
-            f"that one {self.unit} {_EVENTS.get(self.relation, 'differed')} at most {100 * power:.4g}% of "
-            f"the time; blind guessing detects {FALSE_ALARMS:.0%}."
+            f"that one {self.unit} {_EVENTS.get(self.relation, 'differed')} at most {percent:.4g}% "
+            f"of the time; blind guessing detects {FALSE_ALARMS:.0%}."
         )
 
     def zcdp_sentence(self) -> str:
