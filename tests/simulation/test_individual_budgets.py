@@ -124,7 +124,7 @@ def test_the_budget_command_shows_own_budgets_in_its_table_and_its_sentence(tmp_
     code, said, _ = typed("budget", tmp_path / "c.yaml")
     rows = [" ".join(line.split()) for line in said.splitlines()]
     assert code == 0 and "every aggregate, cohort known, own budgets 4" in rows
-    assert "Epsilon 4 at delta 1e-05 means" in said.split("\n\n")[-1]
+    assert "Epsilon 4 at delta 1e-05, by its whole" in said.split("\n\n")[-1]
     amplified = "a hidden cohort amplifies"
     for one in planned_budget(experiment(privacy={"individual": 4.0})).guarantees:
         knows = "cohort known" in one.sampling.knows
