@@ -308,8 +308,8 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow, besides what is marked so: what starts Ray, the examples of docstrings that train
-    clients for seconds, and all cases of a test but the first.
+    """Marks as slow: tests that start Ray, examples of docstrings that train clients for seconds,
+    and all cases of a test but the first. All others without that mark are fast.
     """
     seen = set()
     for item in items:

@@ -456,6 +456,7 @@ def test_a_run_that_goes_on_has_no_summary_of_an_earlier_end(tmp_path):
     assert len(seen) == 2
 
 
+@pytest.mark.slow
 def test_two_runs_cannot_write_to_one_directory_and_a_killed_one_holds_it_no_longer(tmp_path):
     other = holder(tmp_path, 600)
     try:

@@ -111,7 +111,7 @@ GO_ON = "Go on with what the cluster has of that run."
 FOLLOW = "Show a submitted job, and bring its run directory back."
 THERE = "The files that CONFIG names are on the cluster: send none."
 STOP = "Stop a job after its round, and bring its run directory back."
-RESUMED = "its run goes on with: raydpfl submit CONFIG --resume {}"
+RESUMED = "; its run goes on with: raydpfl submit CONFIG --resume {}"
 
 
 def submit(
@@ -152,8 +152,7 @@ def submit(
     if code:
         hint = RESUMED.format(server.run_of(job)) if folder and code != 2 else ""
         ending = "was stopped" if stop else f"ended with exit code {code}"
-        parts = "; ".join(filter(None, (f"raydpfl: {job} {ending}", hint)))
-        print(parts, file=sys.stderr, flush=True)
+        print(f"raydpfl: {job} {ending}{hint}", file=sys.stderr, flush=True)
     if folder:
         away = storage.is_address(folder)
         print(f"It is at: {folder}" if away else f"Brought back to: {os.path.abspath(folder)}")
