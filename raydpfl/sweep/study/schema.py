@@ -345,19 +345,23 @@ class Study:
             sources[key] = source
         return sources
 
-    def tuning_runs(self) -> Iterator[Experiment]:
-        """The runs that values are chosen by; with placeholders for numbers of other arms."""
-        for cell in self.cells:
-            if cell.grid and self.chooser(cell) is cell:
-                for values in cell.setting_values():
-                    for seed in self.tuning_seeds():
-                        yield cell.experiment(values, seed, self.about.validation)
+    @cached_property
+    def tuning_runs(self) -> list[Experiment]:
+        """The runs that values are chosen by, at the first tuning seed; with placeholders for
+        numbers of other arms.
+        """
+        return [
+            cell.experiment(values, self.seed, self.about.validation)
+            for cell in self.cells
+            if cell.grid and self.chooser(cell) is cell
+            for values in cell.setting_values()
+        ]
 
     def planned_runs(self) -> Iterator[tuple[Experiment, int]]:
-        """Each experiment that would be run, and how often; the first of the values to be chosen
-        stand for all in final runs.
+        """Each experiment that would be run, at one seed, and how often; the first of the values to
+        be chosen stand for all in final runs.
         """
-        yield from ((experiment, 1) for experiment in self.tuning_runs())
+        yield from ((experiment, len(self.tuning_seeds())) for experiment in self.tuning_runs)
         for cell in self.cells:
             yield cell.first_experiment(self.final_seeds().start), self.seeds
 
@@ -365,12 +369,13 @@ class Study:
         """Numbers of runs: `tried`, those that values are chosen by, before any grid grows, and
         `final`, if all tuning seeds choose one setting and no two cells the same.
         """
-        tuning_names = {name_of(experiment) for experiment in self.tuning_runs()}
+        tuning_names = {name_of(experiment) for experiment in self.tuning_runs}
         seed = self.final_seeds().start
         final_names = {
             (name_of(cell.first_experiment(seed)), str(cell.grid)) for cell in self.cells
         }
-        return {"tried": len(tuning_names), "final": len(final_names) * self.seeds}
+        tried = len(tuning_names) * len(self.tuning_seeds())
+        return {"tried": tried, "final": len(final_names) * self.seeds}
 
     def _check(self) -> None:
         """Raises `ConfigError` for what cannot be run, or shown."""
@@ -393,8 +398,7 @@ class Study:
             _check_evaluate(cell)
             for values in cell.setting_values():
                 cell.experiment(values, self.final_seeds().start)
-        for _ in self.tuning_runs():
-            pass
+        _ = self.tuning_runs
         has_choice = any(cell.grid for cell in self.cells)
         if score_set(judge) == VALIDATION and has_choice and not self.about.validation:
             raise ConfigError("study.validation", 0, f"a share above 0, as study.judge is {judge}")
