@@ -16,6 +16,7 @@ from raydpfl.simulation.resolution import resolve
 from raydpfl.training.backend_choice import choose_backend
 
 BACKENDS = [("convolutional", "pooled"), ("loop", "pooled"), ("loop", "mlp"), ("vmap", "mlp")]
+BACKENDS += [("vmap", "cnn"), ("one_batch", "cnn")]
 
 
 @pytest.mark.parametrize("backend,name", BACKENDS)
@@ -38,6 +39,24 @@ def test_in_bfloat16_a_clients_bits_depend_on_it_alone(backend, name, momentum):
     for slot, (update, _) in train(*given, precision="bfloat16").items():
         single = train(*given, **alone(slot), precision="bfloat16")
         assert torch.equal(single[slot][0], update)
+
+
+@pytest.mark.parametrize("backend", ["vmap", "one_batch"])
+@pytest.mark.parametrize("frozen_name", ["0.weight", "0.bias"])
+def test_convolutions_are_in_bfloat16_by_every_backend(backend, frozen_name, monkeypatch):
+    module = made("cnn")
+    module.get_parameter(frozen_name).requires_grad_(False)
+    dtypes = set()
+    forward = torch.nn.Conv2d.forward
+
+    def noted(layer, x):
+        outputs = forward(layer, x)
+        dtypes.add(outputs.dtype)
+        return outputs
+
+    monkeypatch.setattr(torch.nn.Conv2d, "forward", noted)
+    train(backend, module, Sgd(steps=1, batch=4), *rows(), precision="bfloat16")
+    assert dtypes == {torch.bfloat16}
 
 
 def test_the_backend_is_one_that_has_bfloat16_and_the_log_names_another(caplog):

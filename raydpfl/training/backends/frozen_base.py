@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call, vmap
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_map
 
@@ -104,6 +105,11 @@ class _PerClient:
         return outputs if self.frozen_bias is None else outputs + self.frozen_bias
 
     def _client(self, parameters: Weights, *inputs: torch.Tensor) -> torch.Tensor:
+        layer = self.plain.layer
+        if isinstance(layer, _ConvNd) and torch.is_autocast_enabled(inputs[0].device.type):
+            # autocast does not see a convolution under vmap
+            parameters = {**dict(layer.named_parameters(recurse=False)), **parameters}
+            parameters, inputs = tree_map(torch.Tensor.bfloat16, (parameters, inputs))
         inside = {f"layer.{name}": part for name, part in parameters.items()}
         return functional_call(self.plain, inside, inputs)
 

@@ -261,7 +261,9 @@ class Vmap(Backend):
     def _gradients_of(self, chunk: ChunkData) -> Gradients:
         """What gives the gradients of a step's batches."""
         if chunk.clip is None:
-            return self._mapped_gradients if self._has_mapped_gradients else self._means
+            # autocast does not see a convolution of all clients at once but beneath a gradient
+            mapped = self._has_mapped_gradients or self.precision == "bfloat16"
+            return self._mapped_gradients if mapped else self._means
         numbers = chunk.index.shape[2] * sum(self.sizes)
         return vmap(
             partial(self._clipped_sums, clip=chunk.clip),
