@@ -93,7 +93,7 @@ class Both(Mine):
 @pytest.mark.parametrize("cls", [Mine, Untidy])
 def test_a_loop_of_ones_own_is_run_client_by_client_on_a_module_of_its_own(cls):
     module = made("mlp")
-    local = cls(lr=0.02)
+    local = cls(lr=0.02, lr_decay=0.5)
     x, y = rows()
     given = x.nan_to_num(), y.clone()
     assert choose_backend(module, local, form=form(SHAPE)) == "loop"
@@ -106,7 +106,7 @@ def test_a_loop_of_ones_own_is_run_client_by_client_on_a_module_of_its_own(cls):
         generator = torch_stream(4, Purpose.MODULE, **key)
         size = SIZES[slot]
         before = F.cross_entropy(own(x[slot, :size]), y[slot, :size]).item()
-        Mine(lr=0.02).train(own, x[slot, :size], y[slot, :size], generator)
+        Mine(lr=0.005).train(own, x[slot, :size], y[slot, :size], generator)
         assert torch.equal(delta, models.flatten(own) - models.flatten(module))
         assert loss == pytest.approx(before, rel=1e-5)
 

@@ -19,17 +19,20 @@ samples, of a million 7 %. A client's samples depend on (seed, k) and on how man
 ((4, 60), dtype('float32'), array([2, 2, 2, 2]))
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from pydantic import Field, SerializeAsAny
+from pydantic import Field, SerializeAsAny, model_validator
 
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data.sizes import PowerLaw, Sizes, apportion
 from raydpfl.data.sources.base import Maker, SizedData, Split
+from raydpfl.errors import ConfigError
 
 # Steps of a client's stream: its model and training rows; its test rows; the model of the iid form
 # (of client 0).
@@ -55,6 +58,14 @@ class Synthetic(SizedData):
     sizes: SerializeAsAny[Sizes] = Field(default=PowerLaw(), description="of the clients")
     features: int = Field(default=60, ge=1, description="numbers of a sample")
     classes: int = Field(default=10, ge=2, description="how many there are")
+
+    @model_validator(mode="after")
+    def _check_iid(self) -> Synthetic:
+        for name in ("u", "v") if self.iid else ():
+            if getattr(self, name) not in (0.0, 1.0):
+                expected = "1, the default, or 0 with data.iid, whose clients share one model"
+                raise ConfigError(f"data.{name}", getattr(self, name), expected)
+        return self
 
     def split(self, seed: int, root: Path | None) -> Split:
         generator = stream(seed, Purpose.PARTITION)

@@ -232,7 +232,7 @@ class Local(Schedule, WithServerState):
 
     def train(self, module: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator) -> None:
         """All of a client's training in a round, in the place of steps: any torch code. A class
-        that gives this has clients one by one, and no `step`.
+        that gives this has clients one by one, and no `step`. `self.lr` is the round's.
 
         Args:
             module: the client's copy of the model, at the round's parameters and in training mode;

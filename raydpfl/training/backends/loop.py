@@ -202,7 +202,8 @@ class Loop(OneByOne):
             )
         module.train()
         originals = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.local.train(module, x, y, chunk.generator(slot))
+        local = self.local.model_copy(update={"lr": chunk.lr})  # as `schedule` says
+        local.train(module, x, y, chunk.generator(slot))
         remaining_ids = {id(parameter) for parameter in module.parameters()}
         if not all(id(parameter) in remaining_ids for parameter in originals):
             raise ValueError("train puts other parameters in the place of the module's")
