@@ -190,12 +190,13 @@ class SearchRunner(ABC):
         )
 
     @contextmanager
-    def started(self) -> Iterator[None]:
+    def started(self, resume: bool) -> Iterator[None]:
         """Holds the directory, reads what is there and writes the config. Raises `ConfigError` if
-        another process holds it, or it cannot be written to.
+        another process holds it, or it cannot be written to; otherwise as `check_directory`.
         """
         make_folder(self.folder)
         with hold_folder(self.folder, BUSY_TIMEOUT):
+            self.check_directory(resume)  # again, as another process may have held it
             with self._report_write_errors():
                 self.tidy()
                 with suppress(OSError, ValueError, KeyError, TypeError):  # absent or torn

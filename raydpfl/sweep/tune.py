@@ -79,7 +79,7 @@ def execute(runners: Sequence[SearchRunner], resources: Resources, resume: bool)
         for runner in runners:
             runner.check(resources)
         for runner in runners:
-            stack.enter_context(runner.started())
+            stack.enter_context(runner.started(resume))
         processes = _run_trials(runners, resources)
         return [runner.finish(processes) for runner in runners]
 

@@ -30,8 +30,7 @@ def private(**sections) -> Sweep:
 def finished(sweep: Sweep, out) -> SweepRunner:
     """The runner of a sweep, started or resumed, whose trials have all run, here."""
     runner = SweepRunner(sweep, out, print)
-    runner.check_directory(resume=True)
-    with runner.started():
+    with runner.started(resume=True):
         pass
     if sweep.search.private:
         runner._composition = private_search_composition(sweep, None)

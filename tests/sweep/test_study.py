@@ -486,7 +486,7 @@ def test_tuning_runs_are_adaptive_where_a_grid_grew_or_was_changed(tmp_path, mon
         played(two_tuned(grow=grow), tmp_path / str(grow))
     assert adaptive == [False, False, True, True]
     given = two_tuned(grow=0)
-    with runner_of(Study.from_dict(given), tmp_path / "changed").started():
+    with runner_of(Study.from_dict(given), tmp_path / "changed").started(resume=False):
         run = tmp_path / "changed" / "trials" / "0"
         run.mkdir(parents=True)
         (run / "ledger.jsonl").write_text("{}\n")
@@ -805,7 +805,7 @@ def test_printed_tables_in_a_folder_are_found_again_where_a_study_goes_on(tmp_pa
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "mine.csv").write_text("arm,accuracy\nData,0.5\n")
     runner = runner_of(Study.from_dict(given, place=tmp_path), tmp_path / "out")
-    with runner.started():
+    with runner.started(resume=False):
         pass
     shutil.rmtree(tmp_path / "tables")
     again = Study.from_directory(tmp_path / "out")
@@ -945,7 +945,7 @@ def test_a_study_keeps_its_code_and_does_not_go_on_with_another(tmp_path, monkey
     arms = {"Mine": {"bounding": {"kind": "halves:Halve"}}}
     asked = study(arms=arms, study={"id": "mine/code"}, rounds=1)
     runner = runner_of(asked, tmp_path / "out")
-    with runner.started():
+    with runner.started(resume=False):
         trial = runner.trials[0]
         run(trial.experiment, trial.folder)
     assert (tmp_path / "out" / "code" / "halves.py").read_text() == OWN

@@ -16,7 +16,7 @@ from test_sweep import printed, settings_of, tree
 
 from raydpfl import run as run_one
 from raydpfl.cli.search_display import settings_table
-from raydpfl.errors import FileError
+from raydpfl.errors import ConfigError, FileError
 from raydpfl.methods.bounding import Bounding
 from raydpfl.sweep import Sweep, results, run, runner, search_runner, trials
 from raydpfl.sweep.runner import SweepRunner
@@ -250,6 +250,21 @@ def test_what_a_killed_sweep_left_and_removes_itself_stands_in_nobodys_way(tmp_p
     monkeypatch.setattr("os.rmdir", lambda *args, **more: os.listdir("/nowhere"))  # written to
     SweepRunner(sweep_of(), tmp_path, lambda runner: None).tidy()
     assert not (tmp_path / ".tune-1" / "state").exists()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_sweep_does_not_go_on_in_a_folder_that_another_took_meanwhile(tmp_path, resume):
+    first, second = (
+        SweepRunner(asked, tmp_path / "out", lambda runner: None)
+        for asked in (sweep_of(), sweep_of(rounds=3))
+    )
+    for asked in (first, second):
+        asked.check_directory(resume)
+    with first.started(resume):
+        pass
+    said = "to be resumed" if resume else "a new or empty directory"
+    with pytest.raises(ConfigError, match=said), second.started(resume):
+        pass
 
 
 def full(path, write):
