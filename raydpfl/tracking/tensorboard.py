@@ -45,8 +45,7 @@ class Events(Log):
             self._file = open(folder / name, "wb")  # noqa: SIM115
             self._records = RecordWriter(self._file)
             self._write(file_version="brain.Event:2")
-            if first_round:
-                self._write(step=first_round, session_log=SessionLog(status=SessionLog.START))
+            self._write(step=first_round, session_log=SessionLog(status=SessionLog.START))
             self._file.flush()
 
     def write(self, rows: Sequence[Row]) -> None:

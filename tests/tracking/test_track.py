@@ -163,6 +163,19 @@ def test_a_tracker_that_hangs_is_waited_for_only_so_long(tmp_path, caplog, monke
         HELD.set()
 
 
+@pytest.mark.parametrize("first_round", [0, 1])
+def test_events_from_the_first_round_on_make_those_of_an_earlier_start_void(tmp_path, first_round):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for value, first in ((1.0, 0), (2.0, first_round)):
+        events = Events(tmp_path, first)
+        events.write([{"round": t, "train_loss": value} for t in range(first, 3)])
+        events.close({})
+    found = EventAccumulator(str(tmp_path)).Reload().Scalars("train_loss")
+    values = {event.step: event.value for event in found}
+    assert len(found) == 3 and values == {t: 2.0 if t >= first_round else 1.0 for t in range(3)}
+
+
 def test_a_full_disk_under_tensorboard_ends_no_run(tmp_path, caplog, monkeypatch):
     def full(self, **what):
         raise OSError(28, "No space left on device")
