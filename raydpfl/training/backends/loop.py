@@ -151,6 +151,8 @@ class Loop(OneByOne):
                 pairs = [(view, part.grad) for view, part in tensors if part.grad is not None]
                 if pairs:
                     torch._foreach_add_(*zip(*pairs, strict=True), alpha=-descent.lr)
+                for _, part in tensors:  # the update takes their memory
+                    part.grad = None
         return loss.detach()
 
     def _outputs(self, x: torch.Tensor) -> torch.Tensor:
