@@ -198,8 +198,8 @@ def _facts(folder: Path, summary: dict[str, Any]) -> str:
         with path.open(newline="") as file:
             rows = [*csv.DictReader(file)]
         edges = sum(bool(row["at an edge"]) for row in rows)
-        text += f" Of {len(rows)} choices {edges} have a value at an end of their grids after these"
-        text += f" grew ([tuning]({folder.name}/tuning.md))."
+        text += f" Of {len(rows)} choices {edges} have a value at an end of their grids"
+        text += f" ([tuning]({folder.name}/tuning.md))."
     tuning = summary["tuning"]
     if tuning and not tuning["equal"]:
         tried = [f"{arm} {least} to {most}" for arm, (least, most) in tuning["settings"].items()]

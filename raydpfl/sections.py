@@ -58,7 +58,8 @@ class Privacy(Section):
         default=("pld", "rdp", "paper"), description="the first rigorous one calibrates the noise"
     )
     relation: Literal["auto", "replace_one", "add_remove", "zero_out"] = Field(
-        default="auto", description="auto: add_remove for Poisson, else replace_one"
+        default="auto",
+        description="auto: add_remove where the size of a cohort is a secret, else replace_one",
     )
     budget: float | None = Field(
         default=None, gt=0, description="epsilon that the run stops short of exceeding"

@@ -52,7 +52,9 @@ class Log:
     id: str = ""  # by which the tracker knows the run again; in the run's trackers.json
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Shows rows of the rounds table, one or more, in the order of the rounds, each once."""
+        """Shows rows of the rounds table, one or more, in the order of the rounds: each once,
+        but that those of the last seconds before a kill may come again.
+        """
         raise NotImplementedError
 
     def close(self, summary: Mapping[str, Any]) -> None:

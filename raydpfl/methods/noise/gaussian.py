@@ -52,7 +52,8 @@ class Gaussian(Noise):
     kind: str = "gaussian"
     placement: Literal["auto", "client", "server", "step"] = Field(
         default="auto",
-        description="auto: step with per_sample_clip, server with Poisson cohorts, else client",
+        description="auto: step with per_sample_clip, server where the size of a cohort is a "
+        "secret, else client",
     )
     delta: float = Field(
         default=1e-5,

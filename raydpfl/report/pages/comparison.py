@@ -38,7 +38,7 @@ from raydpfl.report.statistics import SeedSpread, SeedValues
 from raydpfl.report.tables import Row, Table
 
 # Of `data`, what decides which client has which rows, and how a row is put: not which there are.
-PARTITION_KEYS = ("clients", "sizes", "partition", "features", "normalize", "mean", "std")
+PARTITION_KEYS = ("clients", "sizes", "partition", "seed", "features", "normalize", "mean", "std")
 # Beginnings of keys that say how a run is carried out, or what it resolves by itself.
 EXECUTION_KEYS = ("client.", "measure", "track", "noise.coefficients")
 VALUE_LIMIT = 24  # characters of a value in a label
