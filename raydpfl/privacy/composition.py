@@ -188,7 +188,9 @@ def _hidden_parts(runs: Sequence[RunRelease], secret: Sequence[ObserverView]) ->
         if len(seed_views) == 1 or not any(view.mechanism.hidden for view in seed_views):
             parts += _parts(seed_views)
             continue
-        events = [(view.mechanism.event(view.relation), view.rounds) for view in seed_views]
+        events = _parts(seed_views)
+        if any(view.mechanism.turns for view in seed_views):  # of which each may be any round
+            events = [(replace(event, mus=()), rounds) for event, rounds in events]
         if events[0][0].sampling.epoch:  # whose rounds depend on each other
             max_rounds = max(rounds for _, rounds in events)
             events = [(event, max_rounds) for event, _ in events]

@@ -192,6 +192,8 @@ class Mechanism:
         laplace: whether noise is Laplace, on the sum of one query with an L1 bound.
         factors: std of the noise on the sums of the first, second, ... round over that of
             `queries`, above 0; empty: 1 in all. Rounds beyond them have the smallest.
+        turns: whether a client can be in some rounds alone, as cohorts that take turns; the rounds
+            that are composed are then taken to be those with the least noise.
     """
 
     sampling: Sampling
@@ -208,6 +210,7 @@ class Mechanism:
     factors: tuple[float, ...] = ()
     laplace: bool = False
     colluders: int = 0
+    turns: bool = False
 
     # what `LocalSteps` has otherwise, which see
     by_draws: ClassVar[bool] = False
@@ -339,9 +342,9 @@ class Mechanism:
         return {query.name: query.std / query.bound * scale for query in self.sums}
 
     def event(self, relation: Relation) -> Event:
-        """What accountants compose under this relation: one round, and all surveys once. Where a
-        client's own rounds are counted, or the rounds of an epoch depend on each other, they are
-        taken to have the least noise of any.
+        """What accountants compose under this relation: one round, and all surveys once. Where not
+        all rounds are a client's, or the rounds of an epoch depend on each other, they are taken to
+        have the least noise of any.
         """
         survey_mu = self.survey.mu(relation) if self.survey else 0.0
         loss = None
@@ -350,7 +353,8 @@ class Mechanism:
         sampling = laplace_sampling(self.sampling) if self.laplace else self.sampling
         event = Event(sampling, self.mu(relation), once=survey_mu, relation=relation, skellam=loss)
         if self.factors and self.private:
-            factors = sorted(self.factors) if self.sampling.by_participation else self.factors
+            is_any_round = self.sampling.by_participation or self.turns
+            factors = sorted(self.factors) if is_any_round else self.factors
             client_queries = [query for query in self.queries if query.per_client]
             per_client_inverse = sum((query.bound / query.std) ** 2 for query in client_queries)
             inverse = (self.noise_multiplier * np.array(factors)) ** -2 + per_client_inverse

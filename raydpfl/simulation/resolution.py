@@ -132,6 +132,9 @@ def resolve(
         clients_left = selection.clients_left(seed, rounds, population)
         composed_rounds = check_composed_rounds(selection, seed, rounds, population)
         outline = noise.outline(setting, lambda: cohorts)
+        if outline:
+            turns = bool((composed_rounds != np.arange(1, rounds + 1)).any())
+            outline = replace(outline, turns=turns)
         if outline and outline.survey:
             scored_clients = len(shards.client_rows) if experiment.evaluate.per_client else 0
             outline = replace(outline, survey=replace(outline.survey, clients=scored_clients))

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,14 +15,17 @@ from raydpfl.methods.noise import Gaussian
 from raydpfl.privacy import epsilon, epsilon_curve, unequal_rounds
 from raydpfl.privacy.accountants import accountant_of
 from raydpfl.privacy.accountants import pld as pld_accountant
+from raydpfl.privacy.composition import RunRelease, together
 from raydpfl.privacy.pld import epsilon_at
 from raydpfl.simulation.resolution import resolve
 
 DELTA = 1e-5
+POISSON = ("poisson", 100, 20, 4.0)
 
 
-def of(kind, population, cohort, z, factors, rounds=None):
-    return mechanism(kind, population, cohort, z, rounds or len(factors), factors=factors)
+def of(kind, population, cohort, z, factors, rounds=None, **fields):
+    fields["factors"] = factors
+    return mechanism(kind, population, cohort, z, rounds or len(factors), **fields)
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
@@ -160,3 +164,37 @@ def test_at_any_delta_a_schedule_spends_at_most_what_all_rounds_of_its_least_noi
         spent = epsilon(schedule, relation, delta)
         assert 0 < spent <= epsilon(equal, relation, delta)
         assert privacy.delta(schedule, relation, spent) <= delta * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        {"kind": "cyclic", "period": 4, "cohort": 5},
+        {"kind": "cyclic", "period": 4, "cohort": 5, "scheme": "poisson"},
+        {"kind": "availability", "period": 4, "window": 1, "cohort": 5},
+    ],
+)
+def test_of_clients_that_take_turns_the_rounds_with_the_least_noise_count(selection):
+    noise = {"kind": "gaussian", "multiplier": 8.0, "delta": 1e-4, "schedule": {"decay": 0.9}}
+    given = {"selection": selection, "noise": {**noise, "placement": "server"}, "rounds": 8}
+    plan = resolve(experiment(**given))
+    release, relation = plan.mechanism, plan.experiment.relation
+    assert release.turns and plan.composed_rounds[-1] == 2
+    for accountant in ("pld", "rdp"):
+        stated = epsilon_curve(release, relation, 1e-4, 2, accountant=accountant)
+        for turn in range(4):
+            own = [plan.factor(t) for t in range(turn, 8, 4)]
+            group = replace(release, rounds=2, factors=tuple(own), turns=False)
+            spent = epsilon_curve(group, relation, 1e-4, accountant=accountant)
+            assert (spent <= stated).all()
+
+
+def test_two_runs_of_one_seed_whose_clients_take_turns_have_the_least_noise_of_each():
+    runs = [
+        RunRelease("a", of(*POISSON, factors, 2, turns=True), "add_remove", 2, None, 0, "")
+        for factors in ((0.5, 1.0, 1.0, 1.0), (1.0, 0.5, 1.0, 1.0))
+    ]
+    secret = together(runs, DELTA, ["pld"]).guarantees[0]
+    joint = of("poisson", 100, 20, 2.0 / math.sqrt(2), (), 2)
+    expected = epsilon(joint, "add_remove", DELTA, 2)
+    assert secret.epsilon == pytest.approx(expected, rel=1e-6)
