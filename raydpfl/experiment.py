@@ -245,9 +245,7 @@ class Experiment(Section):
     def code(self, sections: Iterable[str] | None = None) -> list[str]:
         """The import paths in these sections (None: all) that were not imported."""
         names = type(self).model_fields if sections is None else sections
-        paths = [path for name in names for path in unimported_paths(getattr(self, name))]
-        accountants = [accountant for accountant in self.privacy.accountants if ":" in accountant]
-        return paths + (accountants if "privacy" in names else [])
+        return [path for name in names for path in unimported_paths(getattr(self, name))]
 
     def named_files(self) -> set[tuple[str, str]]:
         """(field, file) of the files that the config names: by members' `files`, and texts of

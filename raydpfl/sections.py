@@ -77,6 +77,9 @@ class Privacy(Section):
         ),
     )
 
+    def import_paths(self) -> tuple[str, ...]:
+        return tuple(name for name in self.accountants if ":" in name)
+
     @field_validator("individual", mode="before")
     @classmethod
     def _distribution(cls, value: Any) -> Any:

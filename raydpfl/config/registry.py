@@ -33,6 +33,10 @@ class Section(BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
     )
 
+    def import_paths(self) -> tuple[str, ...]:
+        """The import paths that its fields name, next to its kind."""
+        return ()
+
 
 class Member(Section):
     """Base of all members. Its fields are the keys of its section in the config."""
@@ -252,8 +256,12 @@ def iter_members(value: Any, section: str) -> Iterator[tuple[str, Member]]:
 
 
 def unimported_paths(value: Any) -> list[str]:
-    """The import paths that a member, a section or an experiment names, if not imported."""
-    return [member.kind for _, member in iter_members(value, "") if member.is_placeholder()]
+    """The import paths of a member or a section that was read without importing them."""
+    members = [member for _, member in iter_members(value, "")]
+    paths = [member.kind for member in members if member.is_placeholder()]
+    is_section = isinstance(value, Section) and not isinstance(value, Member)
+    sections = [*members, value] if is_section else members
+    return paths + [path for section in sections for path in section.import_paths()]
 
 
 def refuse_code(run: str | Path, paths: Iterable[str]) -> None:

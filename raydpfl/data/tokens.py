@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 
 from raydpfl.config.registry import load
+from raydpfl.config.source_code import code_digest
 from raydpfl.errors import USER_EXCEPTIONS, ConfigError, located_message
-from raydpfl.storage.files import digest, find_file, read_text
+from raydpfl.storage.files import find_file, read_text
 
 PADDING = 0  # the id behind the end of a text
 UNKNOWN = 1  # of a token that the vocabulary lacks
@@ -80,9 +81,11 @@ class Encoder:
         return ids >= (1 if self._gives_ids else FIRST_TOKEN)
 
     def code(self) -> str | None:
-        """The digest of a user's tokenizer's file; None: the project's, or in no file."""
-        source = getattr(sys.modules.get(self._tokenize.__module__), "__file__", None)
-        return digest(Path(source)) if source and self.tokenizer not in TOKENIZERS else None
+        """The digest of a user's tokenizer; None: the project's, or in no module."""
+        module = sys.modules.get(getattr(self._tokenize, "__module__", None) or "")
+        if module is None or self.tokenizer in TOKENIZERS:
+            return None
+        return code_digest(module, self._tokenize)
 
     def ids(self, texts: Sequence[str]) -> np.ndarray:
         """Int64 [texts, length]. Raises `ConfigError`."""

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from raydpfl import storage
-from raydpfl.config.registry import is_path
+from raydpfl.config.registry import Section, is_path
 from raydpfl.config.source_code import (
     SHIPPED_PACKAGES,
     code_digest,
@@ -79,12 +79,12 @@ def _user_members(node: Any) -> Iterator[tuple[str, ModuleType | None, Any]]:
             yield from _imported_kind(getattr(node, "kind", None))
         else:
             yield f"{cls.__module__}:{cls.__qualname__}", sys.modules.get(cls.__module__), cls
+        for path in node.import_paths() if isinstance(node, Section) else ():
+            yield from _imported_kind(path)
         for name in cls.model_fields:
             yield from _user_members(getattr(node, name))
     elif isinstance(node, (list, tuple)):
         for child in node:
-            if isinstance(child, str) and ":" in child:  # an accountant
-                yield from _imported_kind(child)
             yield from _user_members(child)
 
 

@@ -9,6 +9,7 @@ from conftest import form, messages, refusal
 
 from raydpfl import data, models
 from raydpfl.experiment import Experiment
+from raydpfl.simulation import user_code
 
 ROWS = [
     ("A good film.", "pos", "u"),
@@ -109,7 +110,7 @@ def test_prepared_data_are_known_by_the_vocabulary_and_the_tokenizer(tmp_path, o
     own_module("mine_tokens", OWN)
     own = data.parse(keys(tmp_path, tokenizer="mine_tokens:tokenize"))
     found = [own.identity(None)]
-    (tmp_path / "mine_tokens.py").write_text(OWN + "# changed\n")
+    (tmp_path / "mine_tokens.py").write_text(OWN + "CHANGED = 1\n")
     found.append(own.identity(None))
     (tmp_path / "words.txt").write_text("good\nfilm\n")
     found.append(own.identity(None))
@@ -118,6 +119,16 @@ def test_prepared_data_are_known_by_the_vocabulary_and_the_tokenizer(tmp_path, o
     assert len(digests) == 5
     plain = data.parse(keys(tmp_path, tokenizer=None, vocabulary=None, length=None))
     assert not {"tokenizer", "vocabulary", "length"} & plain.facts().keys()
+
+
+def test_a_run_keeps_the_source_of_its_tokenizer(tmp_path, own_module):
+    own_module("mine_tokens", OWN)
+    given = keys(tmp_path, tokenizer="mine_tokens:tokenize")
+    experiment = Experiment.from_dict({"data": given, "selection": {"kind": "full"}})
+    assert experiment.code(["data"]) == ["mine_tokens:tokenize"]
+    assert user_code.sources(experiment).keys() == {"code mine_tokens:tokenize"}
+    user_code.store_code([experiment], tmp_path / "run")
+    assert (tmp_path / "run" / "code" / "mine_tokens.py").read_text() == OWN
 
 
 @pytest.mark.parametrize(("more", "message"), messages("tokens"))

@@ -232,8 +232,8 @@ EVIL = "from pathlib import Path\nPath({mark!r}).touch()\nraise RuntimeError('im
 # where a config may name code
 PLACES = [
     "model.kind", "selection.kind", "local.kind", "bounding.kind", "noise.kind", "weights.kind",
-    "server.kind", "data.kind", "data.task", "data.partition", "personal", "measure", "track",
-    "privacy.accountants", "evaluate.metrics", "evaluate.fine_tune",
+    "server.kind", "data.kind", "data.task", "data.partition", "data.tokenizer", "personal",
+    "measure", "track", "privacy.accountants", "evaluate.metrics", "evaluate.fine_tune",
 ]  # fmt: skip
 READS = (
     ["report"], ["compare"], ["show"], ["export", "--out", "m.pt"], ["budget"], ["audit"],
@@ -259,6 +259,10 @@ def hostile(finished: Path, place: Path, field: str) -> Path:
         value = [value]
     elif field == "privacy.accountants":
         value = ["evil:Thing"]
+    elif field == "data.tokenizer":
+        value = "evil:Thing"
+        text = {"x": "text", "train": "rows.csv", "vocabulary": 5, "length": 3}
+        tree["data"] = {"kind": "table", "clients": tree["data"]["clients"], **text}
     tree = overridden(tree, [f"{field}={json.dumps(value)}"])
     (place / "config.yaml").write_text(yaml.safe_dump(tree))
     (place / "code").mkdir()

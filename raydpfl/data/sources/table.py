@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from raydpfl.config.registry import is_path
+from raydpfl.config.registry import is_import_allowed, is_path, load
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data.columns import Columns, column_error, is_list, labels, named_array, read_columns
 from raydpfl.data.inputs import DType, cast_inputs, inputs
@@ -100,7 +100,12 @@ class Tabular(InMemoryData):
                 raise ConfigError(f"data.{field}", getattr(self, field), expected)
         if isinstance(self.vocabulary, tuple):
             check(self.vocabulary, list(self.vocabulary))
+        for path in self.import_paths() if is_import_allowed("data") else ():
+            load(path, "data.tokenizer")
         return self
+
+    def import_paths(self) -> tuple[str, ...]:
+        return (self.tokenizer,) if is_path(self.tokenizer) else ()
 
     def _rules(self) -> Iterator[tuple[str, Any, str]]:
         """Fields, whether each is wrong, and what is expected of it."""
