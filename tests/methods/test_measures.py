@@ -17,6 +17,7 @@ from scipy.optimize import linprog, minimize
 from raydpfl import models, run
 from raydpfl.data import Shards
 from raydpfl.errors import ConfigError
+from raydpfl.methods.probes import Probe
 from raydpfl.methods.probes.clipping import BoundingProbe, round_columns
 from raydpfl.methods.probes.heterogeneity import measure_clients
 from raydpfl.methods.probes.trajectory import project_paths
@@ -189,6 +190,22 @@ def test_the_norm_of_the_expected_update_is_not_that_of_the_mean_of_a_few():
     sent = SimpleNamespace(again=lambda repeats: (sums, squares))
     found = BoundingProbe(repeats=4)._expected_norms(sent)
     assert np.mean(found**2) == pytest.approx(100, abs=1.2)  # 5 of these: 6e-7 of all seeds
+
+
+class Squares(Probe):
+    """The sums of squared norms of one more training and of three."""
+
+    def columns(self, client_noise):
+        return ("one", "three")
+
+    def chunk(self, sent):
+        return {name: sent.again(count)[1] for name, count in (("one", 1), ("three", 3))}
+
+
+def test_each_probe_is_given_as_many_trainings_as_it_asks_for(tmp_path):
+    local = {"kind": "sgd", "steps": 2, "batch": "full"}
+    _, clients, _ = carried(tmp_path, REPEATS, {"kind": "test_measures:Squares"}, local=local)
+    assert np.allclose(clients["three"], 3 * clients["one"]) and (clients["one"] > 0).all()
 
 
 @pytest.mark.slow

@@ -108,8 +108,8 @@ class ChunkRound:
         self.local_parameters = local_parameters.clone()  # after training
         # the noise of all its clients, where a thread draws it
         self.drawn: Future[np.ndarray | None] | None = None
-        # of repeated trainings, see `ChunkTraining.repeat`
-        self.repeat_sums: tuple[torch.Tensor, np.ndarray] | None = None
+        # of so many repeated trainings, see `ChunkTraining.repeat`
+        self.repeat_sums: dict[int, tuple[torch.Tensor, np.ndarray]] = {}
 
     def of(self, chunk: Chunk) -> ChunkRound:
         """Another chunk in the same round, whose records are its own."""

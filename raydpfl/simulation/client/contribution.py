@@ -248,9 +248,9 @@ class Contribution:
         """The probes' columns of a block's clients, all float64 [k]."""
 
         def repeat(times: int) -> tuple[torch.Tensor, np.ndarray]:
-            if state.repeat_sums is None:  # once for all blocks of the chunk
-                state.repeat_sums = self.training.repeat(state, times)
-            sums, squares = state.repeat_sums
+            if times not in state.repeat_sums:  # once for all blocks of the chunk
+                state.repeat_sums[times] = self.training.repeat(state, times)
+            sums, squares = state.repeat_sums[times]
             return sums[state.index(block.slots)], squares[block.slots]
 
         columns: dict[str, np.ndarray] = {}
