@@ -28,6 +28,8 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # frees models and sums of past rounds at once, where it would take up to a second
+    "RAY_free_objects_period_milliseconds": "0",
     # a process that Ray gives a title keeps its environment readable, and the mark in it
     "SPT_NOENV": "1",
     # a warning of a raylet, where `client.actors: per-client` asks for a process for each client
