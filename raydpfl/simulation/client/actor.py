@@ -14,6 +14,7 @@ Either returns one vector, the exact sum of what its clients send.
 
 import math
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -46,7 +47,7 @@ from raydpfl.simulation.client.contribution import (
 from raydpfl.simulation.client.data_cache import GpuRows, Rows
 from raydpfl.simulation.client.personalization import Ditto, LocalParameters
 from raydpfl.simulation.evaluation import BatchScores, Evaluator
-from raydpfl.simulation.user_code import trains_user_code
+from raydpfl.simulation.user_code import runs_user_code, trains_user_code
 from raydpfl.training.process_settings import single_thread, tune_allocator
 from raydpfl.training.trainer import Trainer
 
@@ -166,11 +167,17 @@ class ClientActor:
             # a copy: Ray's arrays are read-only
             return device.move_tensor(torch.tensor(array), self.device)
 
+        def shared_tensor(array: np.ndarray) -> torch.Tensor:
+            with warnings.catch_warnings(action="ignore"):  # that it cannot be written to
+                return device.move_tensor(torch.from_numpy(array), self.device)
+
+        is_copied = self.in_process or runs_user_code(self.experiment)
+
         states = {
             member: {name: copy_to_device(array) for name, array in state.items()}
             for member, state in broadcast.states.items()
         }
-        model = copy_to_device(broadcast.model)
+        model = (copy_to_device if is_copied else shared_tensor)(broadcast.model)
         # rows of whole vectors, one per thread that adds
         width = -(-model.numel() // native.VECTOR) * native.VECTOR
         count = native.threads() if self.trainer.backend.threads else 1
