@@ -167,7 +167,7 @@ class Evaluator:
             scores = [sums for index in indices for sums in self._batch_sums(index)]
             sums = fetch_totals([sums for _, sums in scores])
         self._client_parameters = {}
-        del self._model  # a process that trains has no room for it
+        del self._model  # not kept in memory while clients train
         return [BatchScores(rows, total) for (rows, _), total in zip(scores, sums, strict=True)]
 
     def _batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -167,17 +167,15 @@ class ClientActor:
             # a copy: Ray's arrays are read-only
             return device.move_tensor(torch.tensor(array), self.device)
 
-        def shared_tensor(array: np.ndarray) -> torch.Tensor:
-            with warnings.catch_warnings(action="ignore"):  # that it cannot be written to
-                return device.move_tensor(torch.from_numpy(array), self.device)
-
-        is_copied = self.in_process or runs_user_code(self.experiment)
-
         states = {
             member: {name: copy_to_device(array) for name, array in state.items()}
             for member, state in broadcast.states.items()
         }
-        model = (copy_to_device if is_copied else shared_tensor)(broadcast.model)
+        if self.in_process or runs_user_code(self.experiment):
+            model = copy_to_device(broadcast.model)
+        else:  # in Ray's object store, as nothing writes to it
+            with warnings.catch_warnings(action="ignore"):
+                model = device.move_tensor(torch.from_numpy(broadcast.model), self.device)
         # rows of whole vectors, one per thread that adds
         width = -(-model.numel() // native.VECTOR) * native.VECTOR
         count = native.threads() if self.trainer.backend.threads else 1
