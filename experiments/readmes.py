@@ -68,9 +68,9 @@ PROTOCOL = (
     "plus-minus is half of the 95 % interval in which the mean of a repetition with other seeds "
     "falls, tuning included; verdicts are computed (`docs/studies.md`). A claim is *not run* where "
     "the scale leaves its cells out. Bands and bars of figures are one sample standard deviation "
-    "over the final seeds, without tuning. A verdict is *near an edge* where an end of its interval "
-    "lies within half of the half-width of the number that decides: other seeds may well give "
-    "another verdict."
+    "over the final seeds, without tuning. A verdict is *near an edge* where an end of its "
+    "interval lies within half of the half-width of the number that decides: other seeds may well "
+    "give another verdict."
 )
 MARK = "## What was found"
 STATES = (
