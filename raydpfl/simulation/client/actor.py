@@ -108,6 +108,7 @@ class ClientActor:
         self.training = ChunkTraining(experiment, self.rows, self.trainer, self.personal)
         kinds = (KernelContribution, ScaledContribution, Contribution)
         self._contributions = {kind: kind(self.training) for kind in kinds}
+        self._totals = torch.empty(0, 0)  # of the last round, see `ActorRound.totals`
         self._watch = UserCodeWatch(self.training) if self.trainer.user_defined else None
 
     def contribution(self, state: ChunkRound) -> Contribution:
@@ -179,12 +180,17 @@ class ClientActor:
         # rows of whole vectors, one per thread that adds
         width = -(-model.numel() // native.VECTOR) * native.VECTOR
         count = native.threads() if self.trainer.backend.threads else 1
+        # an actor's result is a copy in Ray's object store, so its memory serves all rounds
+        if self.in_process or self._totals.shape != (count, width):
+            self._totals = torch.zeros(count, width, dtype=torch.float64, device=self.device)
+        else:
+            self._totals.zero_()
         return ActorRound(
             work,
             self.experiment.local.learning_rate(work.t),
             model,
             states,
-            torch.zeros(count, width, dtype=torch.float64, device=self.device),
+            self._totals,
             self.experiment.client.on_error,
         )
 
