@@ -267,7 +267,9 @@ class Experiment(Section):
 
     def accounted_with(self) -> set[str]:
         """The other sections on which what a member spends depends."""
-        return {name for _, member in self._members() for name in member.accounted_with}
+        names = {name for _, member in self._members() for name in member.accounted_with}
+        kept = {"local": self.local.stateful, "model": bool(self.model.local)}  # by clients
+        return names | {name for name, is_kept in kept.items() if is_kept}
 
     def warnings(self) -> list[str]:
         """What readers of the results should know, in words (`Member.warnings`)."""

@@ -77,7 +77,7 @@ def _render_composition(joint: Composition) -> RenderableType:
     notes = [Text(f"- {note}") for note in dict.fromkeys([*joint.notes, *failures, *exclusions])]
     return Group(
         head, "", guarantee_table.table(cells, title), *notes,
-        "", Text(first_guarantee.detection(), style="bold"),
+        "", Text((joint.epsilon or first_guarantee).detection(), style="bold"),
     )  # fmt: skip
 
 

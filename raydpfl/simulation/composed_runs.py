@@ -35,17 +35,22 @@ from raydpfl.simulation.resolution import resolve
 
 # the sections on which a run's releases depend, next to those that its members name
 ACCOUNTED = ("rounds", "data", "selection", "bounding", "noise", "weights", "privacy", "evaluate")
+# fields of data that say what a row looks like, and not whose it is
+_LOOKS = frozenset(
+    "channels dtype features length mean normalize size std task tokenizer vocabulary".split()
+)
 
 
 @dataclass(frozen=True)
 class StoredRun:
     """A run by its `name`: its experiment, and the lines of its ledger; None: it has not begun, and
-    all its rounds count.
+    all its rounds count. `in_full`: they do, however far it has come.
     """
 
     name: str
     experiment: Experiment
     ledger: Sequence[dict[str, Any]] | None = None
+    in_full: bool = False
 
     @classmethod
     def of(cls, name: str, experiment: Experiment, folder: Path | None) -> StoredRun:
@@ -61,19 +66,26 @@ class StoredRun:
             raise ConfigError("RUN", name, f"a run whose ledger can be read ({error})") from None
 
     @property
-    def key(self) -> str:
-        """What tells its noise from that of others, in its ledger; empty: it has not begun."""
-        return str(self.ledger[-1]["key"]) if self.ledger else ""
+    def keys(self) -> tuple[str, ...]:
+        """What tells its noise from that of others, in its ledger, the last of it at the end; of
+        noise of the system, which no run has again, its name too.
+        """
+        keys = tuple(dict.fromkeys(str(line["key"]) for line in self.ledger or ()))
+        own = "" if self.experiment.noise.repeatable else self.name
+        return tuple(f"{key}{own}" for key in keys)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The rounds of its ledger, divided where it was restarted with fresh noise."""
-        return segments_of(self.ledger or ())
+        """The rounds that count, divided where it was restarted with fresh noise."""
+        segments = segments_of(self.ledger or ())
+        if self.in_full and segments:
+            segments = (*segments[:-1], replace(segments[-1], end=self.experiment.rounds))
+        return segments
 
     @property
     def rounds(self) -> int:
         """Those that count: in its ledger, or all."""
-        if self.ledger is None:
+        if self.ledger is None or self.in_full:
             return self.experiment.rounds
         return self.ledger[-1]["round"] + 1 if self.ledger else 0
 
@@ -89,7 +101,8 @@ def compose(
     plans = [_plan(run, data_root) for run in runs]
     _check_steps(runs, plans)
     for (run_a, plan_a), (run_b, plan_b) in combinations(zip(runs, plans, strict=True), 2):
-        if (run_a.key or plan_a.noise_key) == (run_b.key or plan_b.noise_key):
+        keys = ({*run_a.keys} or {plan_a.noise_key}) & ({*run_b.keys} or {plan_b.noise_key})
+        if keys:
             expected = f"runs with noise of their own; {run_a.name} and {run_b.name} have the "
             expected += "same (one release, or two whose difference is free of noise: noise.common)"
             raise ConfigError("RUN", run_b.name, expected)
@@ -117,7 +130,7 @@ def compose_trials(
 ) -> list[Composition]:
     """As `compose`, what trials of a search spend together, for the clients of each seed that
     divides rows in a way of its own; clients that the data name are the same for all. All rounds
-    count: where a trial stops depends on the data.
+    count, as where a trial stops depends on the data, and what it released before a restart.
     """
     if any(run.experiment.noise.has_common_noise for run in runs) and len(runs) > 1:
         raise ConfigError("noise.common", True, "noise of its own for each of the runs")
@@ -134,7 +147,7 @@ def compose_trials(
     compositions = []
     for population_runs in populations.values():
         plan = population_runs[0][1]
-        full_runs = [(replace(run, ledger=None), trial_plan) for run, trial_plan in population_runs]
+        full_runs = [(replace(run, in_full=True), trial_plan) for run, trial_plan in population_runs]
         delta = min(trial_plan.experiment.terms.delta for _, trial_plan in population_runs)
         compositions.append(_compose_plans(full_runs, delta, rigorous(plan.accountants), adaptive))
     return compositions
@@ -236,11 +249,12 @@ def _digests(plan: Plan) -> dict[str, Any]:
 def _people(plan: Plan) -> Any:
     """The data by which rows are divided among clients."""
     data = plan.experiment.data
+    division = data.model_dump(mode="json", exclude={*_LOOKS, "seed"})
     if _has_fixed_people(plan):
-        return data.model_copy(update={"seed": 0}), None
+        return division, None, None
     seed = plan.experiment.seed if data.seed is None else data.seed
     held_out = plan.experiment.evaluate.held_out
-    return data.model_copy(update={"seed": seed}), held_out if isinstance(held_out, dict) else None
+    return division, seed, held_out if isinstance(held_out, dict) else None
 
 
 def _rows(plan: Plan) -> list[Any]:
@@ -272,7 +286,7 @@ def release_of(run: StoredRun, plan: Plan) -> RunRelease:
         composed_rounds = int(plan.composed_rounds[rounds - 1]) + plan.extra_composed_rounds
     mechanism = cast(Mechanism, plan.mechanism)
     surveys = int(plan.surveys[rounds - 1]) if rounds else 0
-    if mechanism.survey and lines:
+    if mechanism.survey and lines and not run.in_full:
         surveys = sum(line.get("survey_std", 0.0) > 0 for line in lines)
     has_counts = experiment.noise.stands_for is None and not plan.repeated
     origin = plan.origin()

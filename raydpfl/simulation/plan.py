@@ -117,6 +117,7 @@ class Plan:
             )
             for restart in range(len(history) + 1)
         )
+        experiment.noise.check_clients_left(clients_left, experiment.selection.dropout)
         max_rounds = int(self.composed_rounds[-1]) + sum(map(len, history))
         mechanism = self.mechanism and self.mechanism.restarted_release(max_rounds)
         if self.factors:  # of all releases, one after another

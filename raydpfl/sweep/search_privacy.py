@@ -83,9 +83,13 @@ def compose_search(
         return Composition(notes=(UNREADABLE.format(error),))
     # runs that differ in nothing that they release are one, as long as the longest
     started_runs.sort(key=lambda run: run.experiment.rounds)
-    # common noise is that of other releases too
+    # common noise is that of other releases too, and that of scores has a key of its own
     longest_runs = {
-        (run.key, run.name if run.experiment.noise.has_common_noise else ""): run
+        (
+            run.keys[-1],
+            run.name if run.experiment.noise.has_common_noise else "",
+            run.experiment.evaluate.model_dump_json() if run.experiment.evaluate.survey else "",
+        ): run
         for run in started_runs
         if run.ledger
     }

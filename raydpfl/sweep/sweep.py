@@ -208,7 +208,7 @@ class Sweep:
         there are three.
         """
         base = {key: space.probes[0] for key, space in self.spaces.items()}
-        sections = {*ACCOUNTED, *self.trial(self.setting(base).experiment).accounted_with()}
+        sections = {*ACCOUNTED}.union(*(probe.accounted_with() for probe in self.probes))
         spaces = {key: Options(space.probes) for key, space in self.spaces.items()}
         for values in points({k: spaces[k] for k in spaces if k.partition(".")[0] in sections}):
             yield values, self.trial(self.setting({**base, **values}).experiment)
@@ -260,7 +260,7 @@ class Sweep:
 
     def tries_others(self, other: Sweep) -> bool:
         """Whether the settings are not those of `other`, by what they mean; not of Optuna."""
-        if self.search.search == "optuna" or self.tree == other.tree:
+        if self.search.search == "optuna":
             return False
         own_names, other_names = (
             {name_of(s.setting(values).experiment, s.spaces) for values in s.setting_values()}
@@ -364,6 +364,10 @@ class Sweep:
         if experiment.noise.drawn_by() not in ("client", "server"):
             expected = "noise on what clients send, or on its sum, in every trial of sweep.private"
             raise ConfigError("noise.kind", experiment.noise.kind, expected)
+        if not experiment.noise.repeatable:
+            expected = "keyed with sweep.private: the best model is had by its run once more, "
+            expected += "which with noise of the system releases another"
+            raise ConfigError("noise.source", "system", expected)
 
     @property
     def _explicit_fields(self) -> dict[str, Any]:

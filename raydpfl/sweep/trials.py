@@ -40,7 +40,11 @@ from raydpfl.sweep.spaces import fill_spaces
 
 FINISHED_STATUSES = ("completed", "budget", "stopped")  # a trial that is not run again
 # Keys that a run resolves before it writes its config, by the value that leaves them open.
-RESOLVED_KEYS = {"client.chunk": "auto", "client.backend": "auto", "noise.coefficients": None}
+RESOLVED_KEYS = {
+    "client.chunk": "auto",
+    "client.backend": "auto",
+    **{f"noise.{key}": None for key in ("coefficients", "decays", "scales", "norm", "momentum")},
+}
 # A directory that holds any of these has a run in it, or the remains of one.
 REMAINS = ("ledger.jsonl", "rounds.parquet", "checkpoints", "summary.json")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # the colours of Ray's messages
@@ -250,6 +254,8 @@ def check(folder: Path, experiment: Experiment, searched_keys: Collection[str], 
         reason = f"expected {error.expected}" if error.field == "config" else str(error)
         raise _directory_error(path, f"{owner}; {reason}") from None
     config_leaves = meaning(experiment, searched_keys)
+    if experiment.model.init is not None:
+        config_leaves["model.init"] = os.path.abspath(experiment.model.init)
     for key in dict.fromkeys([*config_leaves, *stored_leaves]):
         is_unresolved = key in RESOLVED_KEYS and config_leaves.get(key) == RESOLVED_KEYS[key]
         if config_leaves.get(key) != stored_leaves.get(key) and not is_unresolved:

@@ -13,6 +13,7 @@ from raydpfl import run as run_one
 from raydpfl.config.yaml import read
 from raydpfl.privacy import Mechanism, Query, Sampling
 from raydpfl.privacy.accountants import ACCOUNTANTS
+from raydpfl.simulation.composed_runs import StoredRun, compose, compose_trials
 from raydpfl.sweep import Sweep
 from raydpfl.sweep.runner import SweepRunner
 from raydpfl.sweep.search_privacy import compose_search, private_search_composition
@@ -194,6 +195,97 @@ def test_values_that_were_added_when_there_were_runs_hide_nothing(tmp_path):
         sweep = private(local={"lr": {"grid": rates}}, rounds=1, sweep={})
         guarantees = finished(sweep, tmp_path).gather(is_over=True).summary["guarantees"]
         assert bool(hidden(guarantees)) == (len(rates) < 3), rates
+
+
+def test_samples_that_were_added_when_there_were_runs_hide_nothing(tmp_path):
+    for samples in (2, 2, 3):
+        search = {"search": "random", "samples": samples}
+        rates = {"lr": {"loguniform": [0.05, 0.5]}}
+        sweep = private(local=rates, rounds=1, sweep=search)
+        guarantees = finished(sweep, tmp_path).gather(is_over=True).summary["guarantees"]
+        assert bool(hidden(guarantees)) == (samples < 3)
+
+
+@pytest.mark.parametrize("kept", ["local", "model"])
+def test_state_of_clients_counts_in_whichever_trial_it_is(kept):
+    """By a plan of their own, whatever the trials before have: no proof has the cohorts hidden."""
+    rule = {"steps": 2, "batch": 8}
+    local = {"sgd": {"kind": "sgd", **rule}, "scaffold": {"kind": "scaffold", **rule}}
+    kinds = {"local": local, "model": {"all": {"kind": "mlp"}, "own": {"kind": "mlp"}}}[kept]
+    if kept == "model":
+        kinds["own"]["local"] = ["3.*"]
+    sections = {"model": {"kind": "mlp"}, "evaluate": {"test": False, "validation": 0.2}}
+    runs = [
+        StoredRun(name, experiment(**{**sections, kept: section}))
+        for name, section in kinds.items()
+    ]
+    for order in (runs, runs[::-1]):
+        (together,) = compose_trials(order)
+        gaps = [one for one in together.guarantees if one.kind == "unproven"]
+        assert gaps and all("has state" in one.conditions_failed[0] for one in gaps[:1])
+
+
+def test_a_private_search_counts_what_any_of_its_values_depends_on():
+    """Noise that is correlated over the rounds depends on the server; it is the second value."""
+    noises = {"kind": {"grid": ["gaussian", "square_root_gaussian"]}, "multiplier": 4.0}
+    noises["delta"] = 1e-5
+    sections = {
+        "noise": noises,
+        "server": {"momentum": {"grid": [0.0, 0.9]}},
+        "selection": {"kind": "full"},
+        "local": {},
+    }
+    epsilons = []
+    for kinds in (noises["kind"]["grid"], noises["kind"]["grid"][::-1]):
+        noises["kind"]["grid"] = kinds
+        composition = private_search_composition(private(**sections), None)
+        assert len({run.name for run in composition.runs}) == 4
+        epsilons.append(composition.epsilon.epsilon)
+    assert epsilons[0] == pytest.approx(epsilons[1])
+
+
+def test_what_a_trial_released_before_it_was_restarted_counts(tmp_path):
+    folder, whole = tmp_path / "run", experiment(rounds=3)
+    run_one(whole, folder)
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "summary.json").unlink()
+    run_one(whole, folder, resume=True, fresh_noise=True)
+    composition = compose_search([(folder, whole)], None)
+    alone = compose([StoredRun.of("run", whole, folder)])
+    assert composition.epsilon.epsilon == alone.epsilon.epsilon
+    assert alone.epsilon.epsilon > 1.2 * compose([StoredRun("run", whole)]).epsilon.epsilon
+
+
+def test_histograms_of_trials_with_the_same_sums_all_count(tmp_path):
+    runs = []
+    for score in ("accuracy", "loss"):
+        histogram = {"bins": 4, "std": 1.0}
+        evaluate = {"per_client": score, "histogram": histogram, "test": False}
+        run = experiment(rounds=2, evaluate=evaluate)
+        run_one(run, tmp_path / score)
+        runs.append((tmp_path / score, run))
+    one, both = (compose_search(part, None).epsilon.epsilon for part in (runs[:1], runs))
+    assert both > 1.2 * one
+
+
+def test_two_runs_with_noise_of_the_system_are_two_releases(tmp_path):
+    noise = {"kind": "discrete_gaussian", "source": "system", "multiplier": 4.0, "delta": 1e-5}
+    runs = [(tmp_path / name, experiment(rounds=2, noise=noise)) for name in ("a", "b")]
+    for folder, run in runs:
+        run_one(run, folder)
+    one, both = (compose_search(part, None).epsilon.epsilon for part in (runs[:1], runs))
+    assert both > 1.2 * one
+    joint = compose([StoredRun.of(folder.name, run, folder) for folder, run in runs])
+    assert joint.epsilon.epsilon >= both  # that of runs one after another
+
+
+def test_how_rows_look_makes_no_other_people():
+    data = {"kind": "fashion_mnist_mini", "clients": 20}
+    runs = [
+        StoredRun(str(flag), experiment(data={**data, "normalize": flag})) for flag in (True, False)
+    ]
+    (together,) = compose_trials(runs)
+    assert len(together.runs) == 2
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "ledger.jsonl"])

@@ -359,13 +359,17 @@ class Noise(Member):
         """
         raise NotImplementedError
 
+    def check_clients_left(self, clients_left: int, dropout: float) -> None:
+        """Raises `ConfigError` where clients draw the noise and a round is left without any."""
+        if self.drawn_by() == "client" and not clients_left:
+            expected = "one that leaves some client, and its noise, in every round of the run"
+            raise ConfigError("selection.dropout", dropout, expected)
+
     def calibrated(self, outline: Mechanism | None, facts: RunFacts) -> Release | None:
         """What the run releases, with noise of the size asked for; None: nothing is claimed."""
         if outline is None:
             return None
-        if self.drawn_by() == "client" and not facts.clients_left:
-            expected = "one that leaves some client, and its noise, in every round of the run"
-            raise ConfigError("selection.dropout", facts.setting.dropout, expected)
+        self.check_clients_left(facts.clients_left, facts.setting.dropout)
         size = self.size(outline, facts)
         size = float(array_of(f"noise.kind {self.kind}: size", size, ()))
         if not 0 < size < math.inf:
