@@ -3,7 +3,7 @@ less where the best of a random number of trials is released alone (`sweep.priva
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from raydpfl.privacy import Composition, RunRelease
 from raydpfl.simulation.composed_runs import StoredRun, best_of_trials, compose_trials
 from raydpfl.sweep.spaces import Interval
 from raydpfl.sweep.sweep import Sweep
-from raydpfl.sweep.trials import Trial, override_text, trained_runs
+from raydpfl.sweep.trials import Trial, has_rounds, override_text, trained_runs
 
 UNREADABLE = "a run in trials/ cannot be read ({})"
 
@@ -68,7 +68,7 @@ def former_runs(trials: Sequence[Trial], folder: Path) -> list[tuple[Path, Exper
 
 
 def compose_search(
-    runs: Iterable[tuple[Path, Experiment]], data_root: Path | None, adaptive: bool = False
+    runs: Sequence[tuple[Path, Experiment]], data_root: Path | None, adaptive: bool = False
 ) -> Composition | None:
     """What runs spend together, those that have begun: (directory, experiment) of each. None: none
     of them was private.
@@ -77,10 +77,15 @@ def compose_search(
         started_runs = [
             StoredRun.of(path.name, experiment, path)
             for path, experiment in runs
-            if experiment.private and (path / "ledger.jsonl").exists()
+            if experiment.private
         ]
     except ConfigError as error:
         return Composition(notes=(UNREADABLE.format(error),))
+    lost = {run.name for run in started_runs if not run.ledger}
+    lost &= {path.name for path, _ in runs if has_rounds(path, counts_failed=False)}
+    if lost:
+        reason = f"the ledger of {min(lost)} has no whole line"
+        return Composition(notes=(UNREADABLE.format(reason),))
     # runs that differ in nothing that they release are one, as long as the longest
     started_runs.sort(key=lambda run: run.experiment.rounds)
     # common noise is that of other releases too, and that of scores has a key of its own
@@ -95,6 +100,9 @@ def compose_search(
     }
     if not longest_runs:
         return None
+    without_noise = sum(not experiment.private and has_rounds(path) for path, experiment in runs)
+    if without_noise:
+        return Composition(notes=(f"{without_noise} of these runs are without noise",))
     try:
         compositions = compose_trials([*longest_runs.values()], data_root, adaptive)
     except ConfigError as error:

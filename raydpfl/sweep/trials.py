@@ -348,7 +348,7 @@ def trained_runs(trials: Path) -> dict[str, bool]:
         if ledger.exists():  # a private run writes it ahead of every round, and no other run does
             if ledger.is_dir() or ledger.stat().st_size:
                 runs[folder.name] = True
-        elif folder.is_dir() and _has_rounds(folder):
+        elif folder.is_dir() and has_rounds(folder):
             path = folder / "config.yaml"
             try:
                 runs[folder.name] = _is_private(path, path.stat().st_mtime_ns)
@@ -362,8 +362,10 @@ def _is_private(config: Path, mtime: int) -> bool:
     return Experiment.from_dict(read(config), imports=()).private
 
 
-def _has_rounds(folder: Path) -> bool:
-    """Whether anything but the ledger says that a round was done; an unreadable file does."""
+def has_rounds(folder: Path, counts_failed: bool = True) -> bool:
+    """Whether anything but the ledger says that a round was done; an unreadable file does, and if
+    `counts_failed` a failure, as it may have been in the first round.
+    """
     checkpoints = {path.name for path in folder.glob("checkpoints/round-*.npz")}
     if checkpoints - {"round-00000000.npz"}:
         return True
@@ -371,7 +373,7 @@ def _has_rounds(folder: Path) -> bool:
     try:
         rows = table.exists() and pq.read_metadata(table).num_rows > 0
         summary = read_json(path) if path.exists() else {"rounds": 0}
-        # one that failed may have failed in its first round
-        return rows or summary["rounds"] > 0 or summary.get("status") == "failed"
+        has_failed = summary.get("status") == "failed"
+        return rows or summary["rounds"] > 0 or (counts_failed and has_failed)
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowInvalid):
         return True

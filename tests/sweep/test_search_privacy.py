@@ -299,6 +299,20 @@ def test_a_damaged_former_run_leaves_a_search_without_an_epsilon(name, tmp_path)
     assert "a run in trials/ cannot be read" in summary["choice"]
 
 
+def test_a_run_whose_ledger_is_gone_leaves_a_search_without_an_epsilon(tmp_path):
+    runner = finished(private(rounds=1, sweep={}), tmp_path)
+    (runner.trials[0].folder / "ledger.jsonl").unlink()
+    summary = runner.gather(is_over=True).summary
+    assert summary["guarantees"] == [] and "has no whole line" in summary["choice"]
+
+
+def test_a_trial_without_noise_leaves_a_search_without_an_epsilon(tmp_path):
+    noises = [{"kind": "none"}, {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-5}]
+    sweep = private(local={}, rounds=1, noise={"grid": noises}, sweep={})
+    summary = finished(sweep, tmp_path).gather(is_over=True).summary
+    assert summary["guarantees"] == [] and "1 of these runs are without noise" in summary["choice"]
+
+
 def test_trials_with_common_noise_have_no_epsilon(tmp_path):
     runner = finished(private(noise={"common": True}, sweep={}), tmp_path)
     summary = runner.gather(is_over=True).summary

@@ -108,7 +108,7 @@ class StudyRunner(SearchRunner):
         for cell in progress:
             runs = [(trial.folder, trial.experiment) for trial in cell.tuning_trials]
             kinds = {experiment.data.kind for _, experiment in runs if experiment.private}
-            others = [run for run in former if run[1].data.kind in kinds]
+            others = [run for run in former if run[1].private and run[1].data.kind in kinds]
             # values that a grid grew by were chosen by results, and so may be a change of the study
             adaptive = self.is_adaptive or bool(others) or len(cell.tries) > cell.cell.settings
             composition = compose_search(runs + others, self._root, adaptive)
