@@ -36,9 +36,10 @@ from raydpfl.simulation.resolution import resolve
 # the sections on which a run's releases depend, next to those that its members name
 ACCOUNTED = ("rounds", "data", "selection", "bounding", "noise", "weights", "privacy", "evaluate")
 # fields of data that say what a row looks like, and not whose it is
-_LOOKS = frozenset(
-    "channels dtype features length mean normalize size std task tokenizer vocabulary".split()
-)
+_LOOKS = {
+    *("channels", "dtype", "features", "length", "mean", "normalize", "size", "std", "task"),
+    *("tokenizer", "vocabulary"),
+}
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,9 @@ def compose_trials(
     compositions = []
     for population_runs in populations.values():
         plan = population_runs[0][1]
-        full_runs = [(replace(run, in_full=True), trial_plan) for run, trial_plan in population_runs]
+        full_runs = [
+            (replace(run, in_full=True), trial_plan) for run, trial_plan in population_runs
+        ]
         delta = min(trial_plan.experiment.terms.delta for _, trial_plan in population_runs)
         compositions.append(_compose_plans(full_runs, delta, rigorous(plan.accountants), adaptive))
     return compositions

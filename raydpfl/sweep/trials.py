@@ -254,13 +254,17 @@ def check(folder: Path, experiment: Experiment, searched_keys: Collection[str], 
         reason = f"expected {error.expected}" if error.field == "config" else str(error)
         raise _directory_error(path, f"{owner}; {reason}") from None
     config_leaves = meaning(experiment, searched_keys)
-    if experiment.model.init is not None:
-        config_leaves["model.init"] = os.path.abspath(experiment.model.init)
     for key in dict.fromkeys([*config_leaves, *stored_leaves]):
-        is_unresolved = key in RESOLVED_KEYS and config_leaves.get(key) == RESOLVED_KEYS[key]
-        if config_leaves.get(key) != stored_leaves.get(key) and not is_unresolved:
+        if not _agrees(key, config_leaves.get(key), stored_leaves.get(key)):
             difference = f"its {key} is {stored_leaves.get(key)!r}, not {config_leaves.get(key)!r}"
             raise _directory_error(path, f"{owner}; {difference}")
+
+
+def _agrees(key: str, value: Any, stored_value: Any) -> bool:
+    """Whether a run with the stored value of a key is one of a config with this value."""
+    if key == "model.init" and value is not None:
+        value = os.path.abspath(value)
+    return value == stored_value or (key in RESOLVED_KEYS and value == RESOLVED_KEYS[key])
 
 
 def check_code(folder: Path, name: str) -> None:

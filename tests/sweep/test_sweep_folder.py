@@ -244,6 +244,25 @@ def test_a_trial_that_goes_on_keeps_what_its_first_try_has_settled(shared_ray, t
     assert stored["client"]["backend"] == "loop" and trial.experiment.client.backend == "auto"
 
 
+@pytest.mark.parametrize("kind", ["buffered_gaussian", "square_root_gaussian", "banded_gaussian"])
+def test_a_trial_goes_on_with_what_its_noise_and_its_model_were_resolved_to(
+    kind, tmp_path, monkeypatch
+):
+    """The matrix that is fitted to the run, and a path that the config has as a relative one."""
+    monkeypatch.chdir(tmp_path)
+    run_one(experiment(rounds=1), "first")
+    full = {"kind": "full"}
+    noise = {"kind": kind, "multiplier": 1.0, "delta": 1e-5}
+    init = {"init": "first"}
+    whole = experiment(selection=full, noise=noise, model=init, rounds=2)
+    folder = tmp_path / "sweep" / "trials" / "one"
+    run_one(whole, folder)
+    trials.check(folder, whole, (), "trial one")
+    other = experiment(selection=full, noise={**noise, "multiplier": 2.0}, model=init, rounds=2)
+    with pytest.raises(ConfigError, match="multiplier"):
+        trials.check(folder, other, (), "trial one")
+
+
 def test_what_a_killed_sweep_left_and_removes_itself_stands_in_nobodys_way(tmp_path, monkeypatch):
     (tmp_path / ".tune-1").mkdir()
     (tmp_path / ".tune-1" / "state").touch()

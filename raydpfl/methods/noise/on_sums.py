@@ -14,7 +14,7 @@ from raydpfl.privacy.guarantee import DECLARED_SUFFIX
 
 SHOWN = (
     "the tables and figures of this run show exact norms, losses and scores, which are not "
-    "noised; how many samples each client has is taken as public"
+    "noised; how many clients there are, and how many samples each has, is taken as public"
 )
 COMMON = (
     "runs with one seed carry the same noise (noise.common), so no two of them may both be shown"

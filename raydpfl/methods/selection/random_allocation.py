@@ -19,8 +19,8 @@ class RandomAllocation(Selection):
     them equally likely, drawn afresh for every epoch and for every client by itself (Feldman and
     Shenfeld 2025). With one of them it is `balls_in_bins` (Chua et al. 2025).
 
-    The divisor is always the expected N per_epoch / epoch, so it reveals nothing. A run may end
-    within an epoch.
+    The divisor is always the expected N per_epoch / epoch, which does not tell the size of a round.
+    A run may end within an epoch.
     """
 
     examples = ({"epoch": 4}, {"epoch": 5, "per_epoch": 2})

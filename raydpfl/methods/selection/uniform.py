@@ -62,11 +62,6 @@ class FedAvgStale(Uniform):
     kind: str = "fedavg_stale"
 
     def check(self, setting: Setting) -> None:
-        if setting.relation == "add_remove":
-            expected = (
-                "replace_one or zero_out: the divisor of fedavg_stale is how many clients are"
-            )
-            raise ConfigError("privacy.relation", "add_remove", f"{expected} there")
         if "bounding" in setting.stateful:
             bounding = setting.kinds["bounding"]
             expected = f"another with bounding.kind {bounding}, whose mean has all clients' states"
