@@ -252,7 +252,8 @@ def test_a_trial_goes_on_with_what_its_noise_and_its_model_were_resolved_to(
     monkeypatch.chdir(tmp_path)
     run_one(experiment(rounds=1), "first")
     full = {"kind": "full"}
-    noise = {"kind": kind, "multiplier": 1.0, "delta": 1e-5}
+    bands = {"bands": 1} if kind == "banded_gaussian" else {}
+    noise = {"kind": kind, "multiplier": 1.0, "delta": 1e-5, **bands}
     init = {"init": "first"}
     whole = experiment(selection=full, noise=noise, model=init, rounds=2)
     folder = tmp_path / "sweep" / "trials" / "one"
