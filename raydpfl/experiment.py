@@ -251,13 +251,15 @@ class Experiment(Section):
         """(field, file) of the files that the config names: by members' `files`, and texts of
         user-defined members (and `model.args`) that are names of files.
         """
-        files = set()
-        for section, member in self._members():
-            file_names = {f"{section}.{field}": name for field, name in member.files().items()}
-            if is_path(member.kind):
-                file_names = {**dict(_paths(section, member.model_dump(mode="json"))), **file_names}
-            files |= set(file_names.items())
-        return files
+        return {file for section, member in self._members() for file in _files(section, member)}
+
+    def user_files(self) -> set[tuple[str, str]]:
+        """Those of `named_files` that user-defined members name, but for `model.init`, of which
+        `Model.meaning` has the contents.
+        """
+        members = [(name, member) for name, member in self._members() if is_path(member.kind)]
+        files = {file for section, member in members for file in _files(section, member)}
+        return {(field, name) for field, name in files if field != "model.init"}
 
     def check_user_methods(self) -> None:
         """Raises `ConfigError` for a user-defined member that lacks a method of its family."""
@@ -404,6 +406,13 @@ def _check_single_run(tree: Mapping[str, Any]) -> None:
         for key, value in node.items():
             if isinstance(value, Mapping):
                 nodes.append((f"{path}.{key}", value))
+
+
+def _files(section: str, member: Member) -> Iterator[tuple[str, str]]:
+    """(field, file) of the files that a member names: see `Experiment.named_files`."""
+    yield from ((f"{section}.{field}", name) for field, name in member.files().items())
+    if is_path(member.kind):
+        yield from _paths(section, member.model_dump(mode="json"))
 
 
 def _paths(key: str, value: Any) -> Iterator[tuple[str, str]]:

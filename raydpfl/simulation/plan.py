@@ -65,7 +65,8 @@ class Plan:
     side_stds: Mapping[str, float]
     mechanism: Release | None  # None: not private
     individual: IndividualBudgets | None  # clients' own budgets; None: they have none
-    platform: Mapping[str, str]  # code, versions and processor: see `raydpfl.simulation.provenance`
+    # code, its files, versions and processor: see `raydpfl.simulation.provenance`
+    platform: Mapping[str, str]
     train_seconds: float = 0.0  # of all rounds' training in one thread, if it was timed
     # what was released before the run was restarted with fresh noise
     history: tuple[Segment, ...] = ()
@@ -167,6 +168,8 @@ class Plan:
             self.mechanism.stds if self.mechanism else None,
             individual.squares / individual.sensitivity_factor**2 if individual else None,
         ]
+        if self.experiment.selection.is_user_defined:
+            arrays.append(self.population.table)
         # which may depend on more than its source and the data
         if self.experiment.weights.is_user_defined:
             arrays.append(
@@ -219,8 +222,9 @@ class Plan:
         """The seed of the noise, below 2^64: a digest of all that a release depends on, so that no
         other release has it (two keys of 64 bits are the same with probability 2^-64). It covers
         the experiment (but for its number of rounds, what it measures and where it runs), the data,
-        the clients' weights and noise, the user's code (of measures too), the versions and how the
-        processor computes. With `noise.common` it is the experiment's own seed.
+        the clients' weights and noise, the user's code (of measures too) and the files that the
+        config names for it, the versions and how the processor computes. With `noise.common` it is
+        the experiment's own seed.
         """
         if self.experiment.noise.has_common_noise:
             return self.seed

@@ -33,6 +33,7 @@ from raydpfl.errors import RunError
 from raydpfl.experiment import Experiment
 from raydpfl.methods.local import Scaffold, Sgd
 from raydpfl.simulation.user_code import sources
+from raydpfl.storage.files import check, file_identity, find_file
 from raydpfl.training.trainer import Trainer
 
 PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "ray", "pyarrow", "dp-accounting")
@@ -209,10 +210,25 @@ def bfloat16_facts() -> dict[str, str]:
     return {"bfloat16": _digest(tensor.float().numpy() for tensor in (products, images))}
 
 
+def file_facts(experiment: Experiment, data_root: Path | None) -> dict[str, str]:
+    """Digests of the files and folders that user-defined members name, by "file FIELD". Raises
+    `ConfigError` for one that is missing or cannot be read.
+    """
+    contents: dict[str, list] = {}
+    for field, name in sorted(experiment.user_files()):
+        path = find_file(field, name, data_root, "file or folder").absolute()
+        files = sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]
+        contents.setdefault(f"file {field}", []).extend(
+            [file.relative_to(path).as_posix(), *file_identity(field, str(file), None)]
+            for file in files
+        )
+    return {field: check(*parts)[:16] for field, parts in contents.items()}
+
+
 def differences(stored_facts: Mapping[str, str], current_facts: Mapping[str, str]) -> str:
     """What has changed, in words; empty: nothing."""
     facts = ("experiment", "data", "clients", "cohorts", "mechanism", "arithmetic", "native")
-    digests = ("code ", *facts)
+    digests = ("code ", "file ", *facts)
     words = []
     for name in dict.fromkeys([*stored_facts, *current_facts]):
         before, after = stored_facts.get(name), current_facts.get(name)

@@ -177,7 +177,10 @@ def resolve(
         mechanism=mechanism,
         individual=individual,
         train_seconds=seconds,
-        platform=provenance.platform_facts(untracked_experiment),
+        platform={
+            **provenance.platform_facts(untracked_experiment),
+            **provenance.file_facts(untracked_experiment, data_root),
+        },
         factors=mechanism.factors if mechanism else (),
     )
     plan.check(shards)

@@ -15,7 +15,7 @@ import numpy as np
 import processes
 import pytest
 import torch
-from conftest import experiment, start_coordinator
+from conftest import experiment, refusal, start_coordinator
 
 from raydpfl import models, run
 from raydpfl.audit import audit
@@ -437,6 +437,57 @@ def test_other_weights_have_other_noise_and_do_not_go_on_as_the_run_began(tmp_pa
     assert before.weight == after.weight and before.noise_seed != after.noise_seed
     with pytest.raises(RunError, match="clients has changed"):
         run(experiment(weights=Moody(), **LONG), tmp_path / "run", resume=True)
+
+
+OF_FILES = """
+import numpy as np
+from torch import nn
+from raydpfl.methods.selection import Uniform
+
+def net(weights: list[str]) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+
+class Ranks(Uniform):
+    file_fields = frozenset({"path"})
+    path: str
+
+class Rates(Uniform):
+    def table(self, count, root=None):
+        return np.arange(count) * RATE[0]
+
+RATE = [1.0]
+"""
+
+
+def test_another_file_of_a_user_defined_member_has_other_noise(tmp_path, own_module):
+    """Of whichever of several files, and one in a folder; so have other numbers of a user-defined
+    selection, wherever they come from.
+    """
+    own_module("of_files", OF_FILES)
+    folder = tmp_path / "ranks"
+    (folder / "inner").mkdir(parents=True)
+    files = [tmp_path / "a.pt", tmp_path / "b.pt", folder / "inner" / "ranks.csv"]
+    for path in files:
+        path.write_text("one")
+    of_model = {"kind": "of_files:net", "args": {"weights": [str(path) for path in files[:2]]}}
+    changes = {
+        "file model.args.weights": {"model": of_model},
+        "file selection.path": {
+            "selection": {"kind": "of_files:Ranks", "cohort": 20, "path": str(folder)}
+        },
+        "clients": {"selection": {"kind": "of_files:Rates", "cohort": 20}},
+    }
+    plans = {fact: resolve(experiment(**change)) for fact, change in changes.items()}
+    files[0].write_text("two")
+    files[2].write_text("two")
+    sys.modules["of_files"].RATE[0] = 2.0
+    for fact, change in changes.items():
+        after = resolve(experiment(**change))
+        assert after.noise_seed != plans[fact].noise_seed, fact
+        assert provenance.differences(plans[fact].origin(), after.origin()) == f"{fact} has changed"
+    folder.rename(tmp_path / "other")
+    with refusal("selection.path"):
+        resolve(experiment(**changes["file selection.path"]))
 
 
 TYPED = """
