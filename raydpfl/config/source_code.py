@@ -14,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -21,6 +22,7 @@ from typing import Any
 
 # packages that no config brings along
 SHIPPED_PACKAGES = ("raydpfl", "torch", "torchvision", "numpy", "pydantic", "builtins")
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 # packages with models that a config may name, whose version stands for their code
 LIBRARIES = ("transformers",)
 IGNORED_ATTRIBUTES = ("__doc__", "__firstlineno__", "__static_attributes__")  # of a class
@@ -60,7 +62,7 @@ def module_files(module: ModuleType) -> dict[str, Path]:
             if place is None:
                 continue
             same_package = top == name.partition(".")[0]
-            if same_package or not (top in sys.stdlib_module_names or is_installed(place)):
+            if same_package or not (place.is_relative_to(STANDARD_LIBRARY) or is_installed(place)):
                 queue.append((import_name, place))
     return files
 

@@ -14,7 +14,7 @@ from conftest import SMALL
 from safetensors.torch import load_file, save_file
 
 import raydpfl
-from raydpfl.config.source_code import _statements
+from raydpfl.config.source_code import _statements, module_files
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment, overridden
 from raydpfl.jobs import packaging
@@ -140,7 +140,7 @@ def forgotten(monkeypatch):
     yield lambda folder: monkeypatch.syspath_prepend(str(folder))
     sys.path[:] = path
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("mine", "late", "plain", "pkg", "evil"):
+        if name.partition(".")[0] in ("mine", "late", "plain", "pkg", "profile", "evil"):
             del sys.modules[name]
 
 
@@ -180,6 +180,17 @@ def test_a_change_is_another_code_if_it_computes_something_else(change, tmp_path
     name, text = {**SAME, **OTHER}[change]
     before = digest_of(tmp_path, forgotten)
     assert (digest_of(tmp_path, forgotten, **{name: text}) == before) == (change in SAME)
+
+
+def test_a_module_named_like_one_of_the_standard_library_is_a_users(
+    tmp_path, forgotten, monkeypatch
+):
+    monkeypatch.delitem(sys.modules, "profile", raising=False)
+    texts = {"mine.py": f"import json, profile\n{MINE}", "profile.py": "SCALE = 0.5\n"}
+    before = digest_of(tmp_path, forgotten, **texts)
+    assert module_files(sys.modules["mine"]).keys() >= {"mine", "profile", "late"}
+    assert "json" not in module_files(sys.modules["mine"])
+    assert digest_of(tmp_path, forgotten, **{**texts, "profile.py": "SCALE = 0.6\n"}) != before
 
 
 def test_that_code_is_imported_when_it_is_called_is_no_change(tmp_path, forgotten):
