@@ -81,11 +81,17 @@ class Encoder:
         return ids >= (1 if self._gives_ids else FIRST_TOKEN)
 
     def code(self) -> str | None:
-        """The digest of a user's tokenizer; None: the project's, or in no module."""
-        module = sys.modules.get(getattr(self._tokenize, "__module__", None) or "")
-        if module is None or self.tokenizer in TOKENIZERS:
+        """The digest of a user's tokenizer: of the module that its path names, and of the one that
+        its function or class is of; None: the project's.
+        """
+        if self.tokenizer in TOKENIZERS:
             return None
-        return code_digest(module, self._tokenize)
+        separator = ":" if ":" in self.tokenizer else "."
+        path_module = self.tokenizer.rpartition(separator)[0]
+        modules = {path_module, getattr(self._tokenize, "__module__", None) or path_module}
+        return " ".join(
+            code_digest(sys.modules.get(name), self._tokenize) for name in sorted(modules)
+        )
 
     def ids(self, texts: Sequence[str]) -> np.ndarray:
         """Int64 [texts, length]. Raises `ConfigError`."""

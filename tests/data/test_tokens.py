@@ -121,6 +121,18 @@ def test_prepared_data_are_known_by_the_vocabulary_and_the_tokenizer(tmp_path, o
     assert not {"tokenizer", "vocabulary", "length"} & plain.facts().keys()
 
 
+def test_prepared_data_are_known_by_the_module_that_the_path_of_a_tokenizer_names(
+    tmp_path, own_module
+):
+    made = "import functools\nmade = functools.partial(str.split, sep={!r})\n"
+    own_module("mine_made", made.format(" "))
+    own = data.parse(keys(tmp_path, tokenizer="mine_made:made"))
+    before = own.identity(None)
+    assert own.identity(None) == before
+    own_module("mine_made", made.format(","))
+    assert own.identity(None) != before
+
+
 def test_a_run_keeps_the_source_of_its_tokenizer(tmp_path, own_module):
     own_module("mine_tokens", OWN)
     given = keys(tmp_path, tokenizer="mine_tokens:tokenize")
