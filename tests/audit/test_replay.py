@@ -130,6 +130,14 @@ def test_no_sound_config_is_suspected(seed):
     assert done.passed, done.verdict
 
 
+@pytest.mark.slow
+def test_a_histogram_of_clients_that_are_held_out_is_replayed():
+    """There are fewer scores than clients, one of whom differs."""
+    evaluate = {**HISTOGRAMS["evaluate"], "validation": {"clients": 0.2}}
+    done = replay(small(**{**HISTOGRAMS, "evaluate": evaluate}))
+    assert done.passed, done.verdict
+
+
 def test_draws_of_one_client_may_drop_out_one_by_one():
     """A replay of such a config found a monitor that ended the run."""
     monitor = SamplingMonitor(
