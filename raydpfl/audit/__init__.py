@@ -288,8 +288,9 @@ def _audit_clients(
     runs = client_canaries.runs(plan, canaries, on_round)
     views = observers.audit_observers(plan, runs, delta, confidence)
     deltas = observers.delta_lower_bounds(runs, views)
+    unseen = (*runs[0].unreleased(), TRAINING)
     crowd = max(share for run in runs for share in run.crowds)
-    return _audit(plan, len(runs), views, checks.check_runs(runs), deltas, (TRAINING,), crowd)
+    return _audit(plan, len(runs), views, checks.check_runs(runs), deltas, unseen, crowd)
 
 
 def _audit_samples(
@@ -299,7 +300,8 @@ def _audit_samples(
     run = local_step_canaries.run(plan, canaries, delta, on_round)
     view = run.view(delta, confidence)
     deltas = run.delta_lower_bounds([view.claimed, *run.printed])
-    return _audit(plan, 1, [view], [checks.ledger([run]), run.check_steps()], deltas, run.unseen())
+    unseen = (*run.unreleased(), *run.unseen())
+    return _audit(plan, 1, [view], [checks.ledger([run]), run.check_steps()], deltas, unseen)
 
 
 def _audit(

@@ -15,6 +15,7 @@ import torch
 
 from raydpfl.core.messages import ChunkResult
 from raydpfl.data import RowReader
+from raydpfl.errors import BudgetError, ConfigError
 from raydpfl.methods.selection import Cohort
 from raydpfl.simulation.client.actor import ClientActor
 from raydpfl.simulation.client.actor_round import ChunkRound
@@ -33,6 +34,7 @@ class CanaryRun(Coordinator):
     """A coordinator, inline, whose run has canaries; it keeps neither rows nor checkpoints."""
 
     rounds: list[int]  # that were released
+    end_reason = ""  # why it ended before its last round, in words
 
     def start(self) -> tuple[int, list[str]]:
         pid_and_warnings = super().start()
@@ -103,6 +105,11 @@ class CanaryRun(Coordinator):
         self.pool.close()
         del self.pool, self.record, self.problem
 
+    def unreleased(self) -> tuple[str, ...]:
+        """The rounds that it ended before, in words."""
+        rest = self.experiment.rounds - len(self.rounds)
+        return (f"the last {rest} rounds ({self.end_reason})",) if self.end_reason else ()
+
     def _ledger_text(self) -> bytes:
         path = self.ledger.path
         return path.read_bytes() if path.exists() else b""
@@ -134,14 +141,23 @@ R = TypeVar("R", bound=CanaryRun)
 def execute_run(
     run: Callable[..., R], on_round: Callable[[int, int], None], offset: int, total: int
 ) -> R:
-    """A whole run, in a directory of its own. `on_round` is called with the rounds done, after
-    `offset` rounds of earlier runs, and with `total`, the rounds of all runs.
+    """A whole run, or up to the end of its budget, in a directory of its own. `on_round` is called
+    with the rounds done, after `offset` rounds of earlier runs, and with `total`, the rounds of all
+    runs. Raises `ConfigError` where the budget is not enough for a round.
     """
     with tempfile.TemporaryDirectory(prefix="raydpfl-audit-") as out:
         canary_run = run(out=out)
         canary_run.start()
         for t in range(canary_run.experiment.rounds):
-            canary_run.round()
+            try:
+                canary_run.round()
+            except BudgetError as error:
+                if t == 0:
+                    budget = canary_run.experiment.privacy.budget
+                    expected = f"one that is enough for a round, to audit any ({error})"
+                    raise ConfigError("privacy.budget", budget, expected) from None
+                canary_run.end_reason = str(error)
+                break
             on_round(offset + t + 1, total)
         canary_run.finished()
     return canary_run

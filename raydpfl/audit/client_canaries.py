@@ -352,6 +352,10 @@ class ClientCanaryRun(CanaryRun):
         rounds after the last, with their noise: rounds have little of it.
         """
         self._score()
+        count = len(self.rounds)
+        self.scores, self.amplitudes, self.times = (
+            rows[:, :count] for rows in (self.scores, self.amplitudes, self.times)
+        )
         if self.experiment.bounding.queries():
             cohort, columns = self._last_results
             count = min(DRAWS, DRAWN // max(1, len(cohort)))

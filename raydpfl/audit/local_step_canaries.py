@@ -304,7 +304,7 @@ class SampleCanaryRun(CanaryRun):
 
     def view(self, delta: float, confidence: float) -> observers.ObserverAudit:
         """The finding, against the smallest claim on the canary client that may have spent most."""
-        claims, names, counts = _claims(self.plan, delta)
+        claims, names, counts = _claims(self.plan, delta, len(self.rounds))
         worst_client = int(self.canaries.clients[np.argmax(claims[self.canaries.clients])])
         steps = _steps(self.plan)
         count = int(counts[worst_client])
@@ -325,11 +325,13 @@ class SampleCanaryRun(CanaryRun):
         return observers.view(scores, claim, float(exposure), True, confidence, family)
 
     def _family(self, accountant: str, counts: np.ndarray) -> Family | None:
-        """The clients' mechanisms, all together, at any noise; None: too many differ."""
+        """The clients' mechanisms, all together, at any noise; None: too many differ, or
+        none takes part.
+        """
         steps = _steps(self.plan)
         clients = self.canaries.clients.tolist()
-        pairs = dict.fromkeys((steps.event(k), int(counts[k])) for k in clients)
-        if len(pairs) > KINDS:
+        pairs = dict.fromkeys((steps.event(k), int(counts[k])) for k in clients if counts[k])
+        if not 0 < len(pairs) <= KINDS:
             return None
 
         def at(noise: float) -> tuple[TradeOffCurve, Callable[[float], float]]:
@@ -350,7 +352,7 @@ class SampleCanaryRun(CanaryRun):
         or in one batch of every whole epoch.
         """
         steps = _steps(self.plan)
-        counts = _counts(self.plan)
+        counts = _counts(self.plan, len(self.rounds))
         deltas: list[ClaimDelta] = []
         for claim in observers.smallest_claims(claims):
             client = claim.sampling.client
@@ -435,7 +437,7 @@ def run(
     Raises `ConfigError` if too few clients take part, or if no sample that is tried has gradients
     near the clip bound.
     """
-    claims, _, counts = _claims(plan, delta)
+    claims, _, counts = _claims(plan, delta, plan.experiment.rounds)
     sizes = plan.population.sizes
     has_noise = _steps(plan).stds > 0
     usable_clients = np.flatnonzero((counts > 0) & np.isfinite(claims) & (claims > 0) & has_noise)
@@ -486,17 +488,17 @@ def _steps(plan: Plan) -> LocalSteps:
     return cast(LocalSteps, plan.mechanism)
 
 
-def _counts(plan: Plan) -> np.ndarray:
-    """How often clients are drawn in the whole run, int64 [N]."""
-    drawn_clients = np.concatenate(plan.draws(plan.experiment.rounds))
+def _counts(plan: Plan, rounds: int) -> np.ndarray:
+    """How often clients are drawn in so many rounds, int64 [N]."""
+    drawn_clients = np.concatenate(plan.draws(rounds))
     return np.bincount(drawn_clients, minlength=len(plan.population))
 
 
-def _claims(plan: Plan, delta: float) -> tuple[np.ndarray, list[str], np.ndarray]:
+def _claims(plan: Plan, delta: float, rounds: int) -> tuple[np.ndarray, list[str], np.ndarray]:
     """The smallest rigorous epsilon at `delta` of clients, float64 [N], by which accountant, and
-    how often they are drawn in the whole run, int64 [N].
+    how often they are drawn in so many rounds, int64 [N].
     """
-    counts = _counts(plan)
+    counts = _counts(plan, rounds)
     names = rigorous(plan.experiment.privacy.accountants)
     report = LocalStepsReport(replace(_steps(plan), delta=delta), names)
     epsilons = np.stack([report.epsilons(name, counts) for name in names])

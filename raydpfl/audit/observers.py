@@ -326,8 +326,7 @@ def _scores(run: ClientCanaryRun, q: float | None, single: bool) -> Scores:
     if q is not None:
         # where it is public that a canary can be in the cohort
         selection = run.experiment.selection
-        rounds = range(run.experiment.rounds)
-        eligibility = [selection.open_to(canaries.clients, t) for t in rounds]
+        eligibility = [selection.open_to(canaries.clients, t) for t in run.rounds]
         a = run.amplitudes * np.stack(eligibility, axis=1)
         return hidden_scores(canaries.inside, _whiten_rows(run, run.scores, True), a, q, *worlds)
     if single:

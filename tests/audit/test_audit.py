@@ -789,6 +789,28 @@ def test_what_cannot_be_audited_is_refused_in_one_line(sections, message):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sections", "released", "canaries"),
+    [(SERVER, 2, 60), (BANDED, 3, 60), ({**STEPS, "rounds": 6}, 3, 600)],
+    ids=["sums", "banded", "steps"],
+)
+def test_a_run_that_its_budget_ends_is_audited_over_the_rounds_that_it_has(
+    sections, released, canaries
+):
+    plan = resolve(small(**{**sections, "privacy": {"accountants": ["pld"]}}))
+    budget = float(plan.curves(plan.counted_draws())["pld"][released - 1]) * 1.001
+    sections = {**sections, "privacy": {"accountants": ["pld"], "budget": budget}}
+    done = audit(small(**sections), canaries=canaries)
+    rest = plan.experiment.rounds - released
+    assert done.passed and f"the last {rest} rounds (round {released} would" in done.unseen[0]
+    assert f"all {released} released rounds" in done.checks[0].finding
+    if released == 2:  # the noise of others goes by the number of rounds
+        shorter = audit(small(**{**sections, "rounds": released}), canaries=canaries)
+        views, shorter_views = ([view.to_dict() for view in a.views] for a in (done, shorter))
+        assert views == shorter_views
+
+
+@pytest.mark.slow
 def test_the_command_prints_the_verdict_and_leaves_scores_and_json(tmp_path, monkeypatch, typed):
     (tmp_path / "small.yaml").write_text(small().to_yaml())
     command = ["audit", tmp_path / "small.yaml", "rounds=2", "--canaries", "60", "--out"]

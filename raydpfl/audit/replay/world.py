@@ -45,7 +45,6 @@ class World(CanaryRun):
         self.records: list[RoundRecord] = []
         self.moves: list[str] = []
         self.faults: list[str] = []
-        self.end_reason = ""  # why it ended before its last round, in words
         self.broken = False  # whether a round of it failed
         self.compared_rounds: set[int] = set()  # rounds that the victim takes part in
         # of how far all sums have moved by the victim, in stds of their noise
