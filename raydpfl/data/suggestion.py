@@ -95,7 +95,9 @@ class Suggestion:
         if texts and is_speech and Path(keys.get("train", "")).suffix in READERS:
             self.notes.append(f"text: {texts[0]}, of {client}; the next character is learnt")
             return {"kind": "text", "path": keys["train"], "text": texts[0], "client": client}
-        split = keys.get("split_by") or _first_match(SPLITS, lower_names, names)
+        split = keys.get("split_by")
+        if not keys.get("test"):
+            split = split or _first_match(SPLITS, lower_names, names)
         if split in names and not _is_split_column(table[split]):
             split = None
         names = [name for name in names if name not in (client, split)]

@@ -277,6 +277,16 @@ def test_a_column_that_says_the_target_is_left_out_and_what_is_given_is_not_gues
         data.parse(keys)
     with refusal(r"data.split_by = 'who': expected a column that says"):
         data.parse({**keys, "x": "f0", "split_by": "who"}).split(0, tmp_path)
+    with refusal(r"data.split_by = 'who': expected none with data.test"):
+        data.parse({**keys, "x": "f0", "split_by": "who", "test": "a.csv"})
+
+
+def test_a_column_does_not_say_which_rows_are_for_testing_where_a_file_does(tmp_path):
+    for name in ("a.tsv", "b.tsv"):
+        PARTS(tmp_path / name)
+    found = data.Suggestion(["a.tsv", "b.tsv"], {}, tmp_path)
+    assert "split_by" not in found.tree["data"] and found.tree["data"]["test"] == "b.tsv"
+    assert not any(note.startswith("training and test rows: by") for note in found.notes)
 
 
 TOKENS_OF_WORDS = {"tokenizer": "words", "vocabulary": ["good", "bad"], "length": 6}

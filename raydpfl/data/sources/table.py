@@ -121,6 +121,8 @@ class Tabular(InMemoryData):
                 for name in ("vocabulary", "length")
             )
         )
+        is_split_given = self.split_by is not None and "test" in self._parts()
+        yield "split_by", is_split_given, "none with data.test, which names the test rows"
         overlap = ", ".join(name for name in self.x if name in self.targets)
         expected = f"columns without {overlap}, which is data.y: a model would read it off"
         yield "x", overlap and not self._predicts_next_token, expected
