@@ -6,6 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import processes
 import pytest
 
@@ -13,6 +14,7 @@ import raydpfl
 from raydpfl import Experiment
 from raydpfl.cli import new_project
 from raydpfl.cli.commands import run
+from raydpfl.data import parse
 
 ROOT = Path(raydpfl.__file__).parent
 
@@ -91,6 +93,13 @@ def test_what_is_in_a_directory_is_left_alone(tmp_path, complain):
     assert "a directory that can be written to" in below
     (tmp_path / "empty").mkdir()
     assert len(new_project.make(tmp_path / "empty")) == len(before)
+
+
+def test_the_data_of_the_template_tests_on_rows_of_no_client(own_module):
+    own_module("own_data", (ROOT / "cli" / "template" / "data.py.txt").read_text())
+    split = parse({"kind": "own_data:Visits", "clients": 12}).split(0, None)
+    rows, _ = split.rows(0, 12)
+    assert len(rows) == 120 and not np.isin(split.test()[0], rows).any()
 
 
 def test_the_template_is_part_of_an_installed_package():
