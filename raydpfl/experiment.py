@@ -59,6 +59,10 @@ PERSONAL = (
     "each client's own model (personal): it is not released, and no epsilon covers it against who "
     "sees it there"
 )
+TESTED = (
+    "the test scores (evaluate.test) are exact answers to queries on test rows, which are the "
+    "clients' own; no epsilon covers them, nor what is chosen by them"
+)
 
 
 # The fields that the parameters of `raydpfl.privacy` come from.
@@ -217,6 +221,7 @@ class Experiment(Section):
                 *self.selection.exclusions,
                 *self.evaluate.exclusions,
                 *self.model.exclusions,
+                *((TESTED,) if self.evaluate.test and self.data.tests_clients else ()),
                 *((PERSONAL,) if self.personal else ()),
             ),
             sample_exclusions=self.data.sample_exclusions,

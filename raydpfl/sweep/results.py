@@ -218,7 +218,7 @@ def statement(
 def exclusion_note(metric: str, experiment: Experiment) -> str:
     """What no epsilon of a choice by this metric covers, as a further sentence; empty: nothing."""
     is_noised = score_set(metric) == CLIENT and experiment.evaluate.histogram is not None
-    if score_set(metric) == TEST or is_noised:
+    if is_noised or (score_set(metric) == TEST and not experiment.data.tests_clients):
         return ""
     return f" It leaves out the {score_label(metric)}, exact answers about the clients' rows."
 
@@ -231,7 +231,9 @@ def _private_statement(sweep: Sweep, has_best: bool, composition: Composition | 
         return "No run is released."
     subject = f"The best of {runs}" if has_best else f"{runs} gave none to release"
     text = f"{subject}, each with values drawn at random, by the "
-    text += f"{score_label(sweep.search.metric)}, for which the test set counts as public."
+    metric = sweep.search.metric
+    public_note = ", for which the test set counts as public" * (score_set(metric) == TEST)
+    text += f"{score_label(metric)}{public_note}."
     if composition:
         text += f" {composition.words('the whole search')}"
     text += " That holds where the best run is all that is shown: trials/ has the others, and how "

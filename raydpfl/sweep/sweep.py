@@ -346,6 +346,11 @@ class Sweep:
         clients without noise, or that has no noise on sums.
         """
         metric = self.search.metric
+        if score_set(metric) == TEST and experiment.data.tests_clients:
+            expected = "a score of evaluate.histogram with sweep.private, or test rows that are "
+            expected += "not the clients' own, as those of a file, data.test; these are, and no "
+            expected += "epsilon covers exact answers about them"
+            raise ConfigError("sweep.metric", metric, expected)
         is_noised = score_set(metric) == CLIENT and experiment.evaluate.histogram is not None
         if score_set(metric) != TEST and not is_noised:
             expected = "a score of the test set, or of evaluate.histogram, with sweep.private; "

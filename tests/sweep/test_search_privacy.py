@@ -11,10 +11,13 @@ from test_sweep import tree
 
 from raydpfl import run as run_one
 from raydpfl.config.yaml import read
+from raydpfl.data import FAMILY as SOURCES
+from raydpfl.data import parse
 from raydpfl.privacy import Mechanism, Query, Sampling
 from raydpfl.privacy.accountants import ACCOUNTANTS
 from raydpfl.simulation.composed_runs import StoredRun, compose, compose_trials
 from raydpfl.sweep import Sweep
+from raydpfl.sweep.results import exclusion_note
 from raydpfl.sweep.runner import SweepRunner
 from raydpfl.sweep.search_privacy import compose_search, private_search_composition
 
@@ -60,6 +63,20 @@ def test_what_no_private_search_can_have_is_refused(case):
     *changes, said = REFUSED[case]
     with refusal(line=said):
         private_search_composition(Sweep.from_dict(tree(local=GRID, sweep=PRIVATE), changes), None)
+
+
+def test_a_search_by_test_rows_of_the_clients_says_that_no_epsilon_covers_them():
+    table = {"kind": "table", "train": "users.csv", "client": "user"}
+    for extra, tested in ({}, True), ({"test": "others.csv"}, False):
+        one = experiment(data={**table, **extra})
+        assert one.data.tests_clients == tested
+        assert ("test accuracy" in exclusion_note("test_accuracy", one)) == tested
+        assert any("evaluate.test" in words for words in one.setting().exclusions) == tested
+        if not tested:
+            private(data={**table, **extra})
+    kinds = {"synthetic": False, "fashion_mnist_mini": False, "scalar_quadratics": True}
+    examples = {kind: {"kind": kind, **SOURCES[kind].examples[0]} for kind in kinds}
+    assert {kind: parse(examples[kind]).tests_clients for kind in kinds} == kinds
 
 
 def test_trials_are_independent_and_their_number_is_drawn():

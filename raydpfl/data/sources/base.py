@@ -219,6 +219,13 @@ class Data(Member):
         """Whether the clients are those that the data name."""
         return False
 
+    @property
+    def tests_clients(self) -> bool:
+        """Whether test rows are rows of the clients, so that no epsilon covers their scores. So it
+        is unless a class says otherwise.
+        """
+        return True
+
 
 class SizedData(Data):
     """Data of which each client may hold another number of samples."""

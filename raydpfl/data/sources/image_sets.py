@@ -36,6 +36,10 @@ class ImageSet(InMemoryData):
         words = f"{self.kind} (raydpfl data fetch {self.kind})"
         return [words] * bool(self.missing(data_root(root))) + super().absent_files(root)
 
+    @property
+    def tests_clients(self) -> bool:
+        return False
+
     def constants(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         return (self.mean, self.std) if self.normalize else ((), ())
 

@@ -67,6 +67,10 @@ class Synthetic(SizedData):
                 raise ConfigError(f"data.{name}", getattr(self, name), expected)
         return self
 
+    @property
+    def tests_clients(self) -> bool:
+        return False  # they are drawn apart
+
     def split(self, seed: int, root: Path | None) -> Split:
         generator = stream(seed, Purpose.PARTITION)
         sizes = self.sizes.counts(self.clients * self.samples, self.clients, generator)

@@ -234,6 +234,10 @@ class Tabular(InMemoryData):
     def knows_clients(self) -> bool:
         return self.client is not None
 
+    @property
+    def tests_clients(self) -> bool:
+        return self.client is not None and "test" not in self._parts()
+
     def table(self, root: Path | None) -> Columns | None:
         return self._train(root)
 
