@@ -5,7 +5,7 @@ the same integral as what a sampling scheme claims (`raydpfl.check.claims`).
 from dataclasses import replace
 from itertools import product
 
-from raydpfl.check.claims import RELATIONS, ROUNDS, Claims, V
+from raydpfl.check.claims import DELTA, EPSILONS, NOISE, RELATIONS, ROUNDS, Claims, LoneClient, V
 from raydpfl.check.contract import hold
 from raydpfl.privacy import Sampling, Survey, gaussian_delta
 
@@ -29,6 +29,26 @@ def covers(case: Claims) -> str:
         covered_count += reason is None
     hold(covered_count, "it covers nothing")
     return f"{covered_count} of {len(SAMPLINGS) * len(RELATIONS)} combinations"
+
+
+def composes(case: Claims) -> str:
+    """No delta, and no epsilon, of several rounds is below that of a client who alone moves every
+    sum.
+    """
+    value_count = 0
+    for z in NOISE:
+        for accountant, mechanism, relation, words in case.covered(z):
+            lone = LoneClient.of(mechanism.sampling, relation, mechanism.mu(relation))
+            at = accountant.epsilons(mechanism, relation, DELTA, ROUNDS, ROUNDS, V)
+            claims = [(float(at[0]), DELTA)]
+            claims += [(e, accountant.delta(mechanism, relation, e, ROUNDS, V)) for e in EPSILONS]
+            for epsilon, claim in claims if accountant.rigorous else ():
+                lone_delta = lone.composed_delta(epsilon, ROUNDS)
+                message = f"{words} with noise {z:g}: delta {claim:.4g} at epsilon {epsilon:.4g} "
+                message += f"for {ROUNDS} rounds; a lone client has {lone_delta:.4g}"
+                hold(claim >= lone_delta * (1 - 1e-4) - 1e-9, message)
+                value_count += 1
+    return f"{value_count} values of {ROUNDS} rounds held against an integral"
 
 
 def surveys(case: Claims) -> str:

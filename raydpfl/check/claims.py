@@ -16,6 +16,7 @@ from itertools import product
 from typing import get_args
 
 import numpy as np
+from scipy.fft import irfft, rfft
 from scipy.stats import binom, norm
 
 from raydpfl.check.contract import hold
@@ -27,6 +28,8 @@ NOISE = (1.0, 3.0)  # std over bound
 EPSILONS = (0.0, 0.3, 1.0)
 DELTA = 1e-3
 POINTS = 40_001
+LOSSES = 30.0  # privacy losses of one round are looked at up to here
+LOSS_STEP = 1e-3
 ROUNDS = 5
 V = 4.0  # what 000 Theorem 3.2 leaves open
 
@@ -86,6 +89,24 @@ class LoneClient:
         e = math.exp(epsilon)
         backends = ((self.p, self.q), (self.q, self.p))
         return max(float(np.maximum(a - e * b, 0).sum() * self.step) for a, b in backends)
+
+    def composed_delta(self, epsilon: float, rounds: int) -> float:
+        """A lower bound on delta at this epsilon after so many rounds, in the worse direction: what
+        the sum of the rounds' privacy losses has, each rounded down, those beyond `LOSSES` cut.
+        """
+        limit = round(LOSSES / LOSS_STEP)
+        sums = LOSS_STEP * np.arange(-rounds * limit, rounds * limit + 1)
+        deltas = []
+        for a, b in ((self.p, self.q), (self.q, self.p)):
+            both = (a > 1e-280) & (b > 1e-280)
+            losses = np.floor(np.log(a[both] / b[both]) / LOSS_STEP)
+            cells = np.minimum(losses, limit).astype(int) + limit
+            kept = cells >= 0
+            masses = np.bincount(cells[kept], a[both][kept] * self.step, 2 * limit + 1)
+            composed_masses = irfft(rfft(masses, len(sums)) ** rounds, len(sums))
+            above = sums > epsilon
+            deltas.append(float(composed_masses[above] @ -np.expm1(epsilon - sums[above])))
+        return max(deltas)
 
     def attacks(self) -> tuple[np.ndarray, np.ndarray]:
         """Some of the most powerful tests for the client's data (Neyman and Pearson): their rates

@@ -82,11 +82,14 @@ def test_noise_for_a_law_of_ones_own_is_not_that_of_another_of_its_name(tmp_path
 def test_an_accountant_of_ones_own_is_checked_and_named_in_a_config(tmp_path):
     assert all(clause.kept for clause in check("exact:Exact"))
     broken = [clause.name for clause in check("exact:Half") if not clause.kept]
-    assert broken == ["surveys", "no more private than a lone client", "no less than an attack"]
+    lone = ["no more private than a lone client", "no less than an attack"]
+    assert broken == ["composes", "surveys", *lone]
+    assert [clause.name for clause in check("exact:Once") if not clause.kept] == ["composes"]
     asked = {"accountants": ["exact:Exact", "pld"], "relation": "zero_out"}
     noise = {"multiplier": None, "epsilon": 3.0, "placement": "server"}
     given = experiment(selection={"kind": "full"}, noise=noise, privacy=asked)
     result = run(given, tmp_path / "run")
+    assert any("accountant exact:Exact" in words for words in result.guarantees[0].declared)
     found = {each.accountant: each.epsilon for each in result.guarantees}
     assert found["exact:Exact"] == pytest.approx(found["pld"], rel=1e-6)
     assert found["exact:Exact"] == pytest.approx(3.0, rel=1e-3)

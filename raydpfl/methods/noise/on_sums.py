@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from raydpfl import privacy
+from raydpfl.config.registry import is_path
 from raydpfl.config.setting import Setting
 from raydpfl.config.user_classes import is_user_defined
 from raydpfl.errors import ConfigError
@@ -74,6 +75,11 @@ def list_exclusions(
             f"{fact} declared by {setting.kinds[section]} {DECLARED_SUFFIX}"
             for section, fact in declared_facts
             if section in setting.user_defined
+        ),
+        *(
+            f"privacy losses above those of accountant {name} {DECLARED_SUFFIX}"
+            for name in privacy.rigorous(setting.accountants)
+            if is_path(name)
         ),
         *setting.exclusions,
         *((COMMON,) if common else ()),

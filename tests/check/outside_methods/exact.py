@@ -31,6 +31,16 @@ class Half(Exact):
         return super().delta_of(event, 2 * epsilon, count)
 
 
+class Once(Exact):
+    """Claims what holds for one round, of any number."""
+
+    def curve(self, event, delta, counts):
+        return super().curve(event, delta, np.ones_like(counts))
+
+    def delta_of(self, event, epsilon, count):
+        return super().delta_of(event, epsilon, 1)
+
+
 class Empty(Accountant):
     """Has no curve."""
 
