@@ -30,6 +30,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from raydpfl.config.registry import iter_members
 from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.selection.base import Cohort, Population, Selection
 from raydpfl.simulation.plan import Plan, fingerprint
@@ -239,7 +240,7 @@ def of_run(plan: Plan, t: int, draws: list[np.ndarray] | None) -> SamplingMonito
         secret,
         separation,
         planned_draws,
-        pairs=selection.is_user_defined,
+        pairs=any(member.is_user_defined for _, member in iter_members(selection, "selection")),
     )
     seed = plan.cohort_seed()
     first_round = 0 if selection.asks else max(0, t - separation + 1)

@@ -16,6 +16,7 @@ from raydpfl.errors import ConfigError, RunError
 from raydpfl.methods.bounding.quantile_clip import QuantileClip
 from raydpfl.methods.local.sgd import Sgd
 from raydpfl.methods.selection import Cohort, Population, Selection
+from raydpfl.methods.selection.first_responders import Exponential
 from raydpfl.methods.selection.periodic import Availability
 from raydpfl.methods.selection.poisson import Poisson
 from raydpfl.methods.selection.power_of_choice import PowerOfChoice
@@ -431,11 +432,30 @@ class HalfWeight(Weights):
         return np.full(len(sizes), 0.5)
 
 
+class Slow(Exponential):
+    """Client 0 answers later."""
+
+    def times(self, generator, count):
+        return super().times(generator, count) * (1 + (np.arange(count) == 0))
+
+
+def test_pairs_are_looked_for_where_response_times_are_of_a_users_class():
+    first = {"kind": "first_responders", "cohort": 20}
+    for selection, looked in (first, False), ({**first, "response": Slow()}, True):
+        plan = resolve(experiment(data=CLIENTS, selection=selection))
+        monitor = sampling_monitor.of_run(plan, 0, None)
+        assert ("pairs" in monitor._bets._bets) == looked
+
+
 @pytest.mark.parametrize(
     "parts,said",
     [
         ({}, []),
         ({"selection": Half(cohort=20)}, ["cohorts that differ from the sampling scheme"]),
+        (
+            {"selection": {"kind": "first_responders", "cohort": 20, "response": Slow()}},
+            ["cohorts that differ from the sampling scheme"],
+        ),
         ({"weights": HalfWeight()}, ["weights above the largest"]),
         ({"local": Steps(steps=2, batch=5, lr=0.1)}, []),
         (

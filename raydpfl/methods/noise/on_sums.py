@@ -28,6 +28,7 @@ ON_SUMS = {
     "noise": "noise that differs from that",
     "bounding": "contributions above the bound",
     "selection": "cohorts that differ from the sampling scheme",
+    "selection.response": "cohorts that differ from the sampling scheme",
     "weights": "weights above the largest",
 }
 # at steps cohorts are counted as they are drawn, and weights move what is released
