@@ -246,6 +246,12 @@ def _columns(k: int, bound: float) -> dict[str, np.ndarray]:
     return available | {"clipped": (factors < 1).astype(float), "train_loss": losses}
 
 
+def _usual_columns(bound: float, factor: float) -> dict[str, np.ndarray]:
+    """As `_columns`, of clients that have not failed, norms and losses times a factor."""
+    columns = {name: column[11:] for name, column in _columns(40, bound).items()}
+    return columns | {name: factor * columns[name] for name in ("norm", "train_loss")}
+
+
 def answers(case: Example) -> str:
     """What clients answer to a query is within the bound of its query, of each client alone."""
     queries = case.member.queries()
@@ -273,17 +279,22 @@ def adapt(case: Example) -> str:
     """The next bound is positive and finite, and follows from released sums alone."""
     if not case.member.adapts:
         return "the bound stays"
-    queries = case.member.queries()
+    member: Bounding = Example(case.section, case.values).member  # that has answered nothing yet
+    queries = member.queries()
     for max_norm in _bounds(case):
         for size in (0.0, 0.3, -0.3, 1.0, -1.0, 40.0, -40.0):
             sums = {query.name: size * query.bound * 9 for query in queries}
-            next_bound = case.member.adapt(max_norm, dict(sums), 9, case.member.start(case.d))
+            if queries:
+                member.answers(_usual_columns(max_norm, 1.0), max_norm)
+            next_bound = member.adapt(max_norm, dict(sums), 9, member.start(case.d))
             message = f"from a bound of {max_norm:g} and sums {sums} it becomes {next_bound}"
             hold(np.isfinite(next_bound) and 0 < next_bound <= 1e15, message)
             other_sums = {name: -2 * total for name, total in sums.items()}
-            case.member.adapt(3 * max_norm, other_sums, 5, case.member.start(case.d))
-            repeat_bound = case.member.adapt(max_norm, sums, 9, case.member.start(case.d))
-            hold(repeat_bound == next_bound, "asked twice, it is another")
+            member.adapt(3 * max_norm, other_sums, 5, member.start(case.d))
+            if queries:
+                member.answers(_usual_columns(max_norm, 3.0), max_norm)
+            repeat_bound = member.adapt(max_norm, sums, 9, member.start(case.d))
+            hold(repeat_bound == next_bound, "asked again, after other answers, it is another")
     return "from noisy sums alone"
 
 

@@ -13,7 +13,7 @@
 
 A client's update must not depend on who was trained before it in the same process. Numbers, texts,
 arrays, generators and containers of these are looked at: attributes of the module and of those
-within it, and globals and class attributes of the user's own files.
+within it, private attributes of a member, and globals and class attributes of the user's own files.
 """
 
 import pickle
@@ -50,6 +50,7 @@ def python_state(*roots: Any) -> dict[str, bytes]:
                 if file and owner.__module__.partition(".")[0] not in LIBRARY_PACKAGES:
                     files[owner.__module__] = file
                     _take(texts, vars(owner), f"{owner.__qualname__}.")
+            _take(texts, getattr(part, "__pydantic_private__", None) or {}, "")
             if isinstance(part, nn.Module):
                 _take(texts, vars(part), f"{name}." if name else "")
     for name, file in files.items():

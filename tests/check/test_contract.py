@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import experiment, refusal
+from pydantic import PrivateAttr
 from torch import nn
 
 from raydpfl.check import bounding, check, members_of, render, resolve_member, selection, sources
 from raydpfl.check.contract import BrokenClause
+from raydpfl.check.example import Example
 from raydpfl.core.prng import Purpose, stream
 from raydpfl.data import Data, Maker, Split, prepare
 from raydpfl.methods.bounding import FAMILY as BOUNDINGS
@@ -25,6 +27,7 @@ from raydpfl.methods.selection import Cohort, Selection, Uniform
 from raydpfl.methods.server import Server
 from raydpfl.methods.weights import Weights
 from raydpfl.models import Model
+from raydpfl.models.hidden_state import changed_names
 from raydpfl.privacy import Sampling, pld
 from raydpfl.privacy.sampling import SCHEMES
 from raydpfl.runtime.runner import run
@@ -154,6 +157,22 @@ class Collapsing(BOUNDINGS["quantile_clip"]):
 
     def adapt(self, bound: float, sums: Any, clients: float, state: Any) -> float:
         return bound - self.lr * sums["count"]
+
+
+class Exact(OneClip):
+    """The next bound is the last norm of the clients, as they have it."""
+
+    _norms: list[float] = PrivateAttr(default_factory=list)
+
+    def queries(self) -> tuple[BoundingQuery, ...]:
+        return (BoundingQuery("norms", bound=1.0, share=0.1),)
+
+    def answers(self, columns: Any, bound: float) -> dict[str, np.ndarray]:
+        self._norms[:] = np.nan_to_num(columns["norm"][-1:]).clip(1e-3, 1e3).tolist()
+        return {"norms": np.zeros(len(columns["norm"]))}
+
+    def adapt(self, bound: float, sums: Any, clients: float, state: Any) -> float:
+        return (self._norms or [bound])[0]
 
 
 SEEN: list[float] = []
@@ -409,6 +428,7 @@ LIARS = {
     OneBackend: "inverse",
     Talkative: "answers",
     Collapsing: "adapt",
+    Exact: "adapt",
     Remembering: "no hidden state",
     Growing: "state",
     Mixing: "rule",
@@ -448,6 +468,16 @@ def test_a_member_that_lies_is_caught_by_the_promise_that_is_for_it(liar):
     found = check(liar)
     broken = {clause.name: clause.finding for clause in found if not clause.kept}
     assert LIARS[liar] in broken, render(found)
+
+
+def test_the_next_bound_and_what_is_kept_show_exact_answers():
+    section, _, path = resolve_member(Exact)
+    case = Example(section, {"kind": path, "bound": 0.5})
+    before = case.first_state
+    with pytest.raises(BrokenClause, match="after other answers"):
+        bounding.adapt(case)
+    case.member.answers({"norm": np.array([2.0])}, 0.5)
+    assert changed_names(before, case.state()) == ["_norms"]
 
 
 @pytest.mark.slow
