@@ -16,6 +16,7 @@ from raydpfl.simulation.noise_monitor import products, tail
 
 D = 2000
 ROUNDS = 5
+COORDINATES = 16  # of a sum, next to side queries
 CLIENTS = np.array([0, 3, 4, 11, 700_000])
 STD = 1.7
 
@@ -206,18 +207,48 @@ def sensitivity(case: Example) -> str:
     return f"{len(patterns)} sets of rounds, at most as much as is accounted for"
 
 
+def _side_query(case: Example) -> SideQuery:
+    """One of the first round, which all clients answer."""
+    clients = np.arange(case.plan.clients_left)
+    return SideQuery("count", 3, 0, STD, clients, np.zeros_like(clients), len(clients))
+
+
 def on_queries(case: Example) -> str:
     """The noise on side queries has the std that it is asked for."""
     plan = case.plan
     noise = plan.experiment.noise
     if plan.mechanism is None or not plan.ratio:
         return "none is accounted for"
-    clients = np.arange(plan.clients_left)
-    draws = np.zeros_like(clients)
-    query = SideQuery("count", 3, 0, STD, clients, draws, len(clients))
+    query = _side_query(case)
     query_noise = [noise.on_query(replace(query, t=t)) for t in range(D)]
     repeat_noise = noise.on_query(query)
     hold(repeat_noise == query_noise[0], "asked twice, it is another")
     square = float(np.sum(np.square(query_noise))) / STD**2
     hold(2 * tail(square, D) >= FALSE_ALARM, f"it has {math.sqrt(square / D):.4g} of its std")
     return f"{math.sqrt(square / D):.4f} of it"
+
+
+def independent_queries(case: Example) -> str:
+    """The noise on a side query is that of no other query, no sum and no client."""
+    plan = case.plan
+    noise = plan.experiment.noise
+    if plan.mechanism is None or not plan.ratio:
+        return "none is accounted for"
+    first = _side_query(case)
+    rows = [
+        np.array([noise.on_query(replace(query, t=t)) for t in range(D)])
+        for query in (first, replace(first, name="length"), replace(first, seed=4))
+    ]
+    source = noise.on_server(first.seed, COORDINATES)
+    whiten = Whitening(noise)
+    sums = [source.on_sum(t, STD) for t in range(D)]
+    scores = [whiten(noise.scores(draw, STD)) for draw in sums if draw is not None]
+    one, zero = first.clients[:1], first.draws[:1]
+    sent = [noise.on_clients(first.seed, t, one, zero, STD, COORDINATES) for t in range(D)]
+    client_scores = [noise.scores(draw[0], STD) for draw in sent if draw is not None]
+    rows += [column for part in (scores, client_scores) if part for column in np.stack(part, 1)]
+    largest, *_ = largest_correlation(np.stack(rows))
+    pairs = math.comb(len(rows), 2)
+    message = f"the noise of {D} rounds is correlated by {largest:.1f} standard errors"
+    hold(largest <= normal_limit(pairs, FALSE_ALARM), message)
+    return f"the largest of {pairs} correlations over {D} rounds is {largest:.1f} standard errors"

@@ -22,6 +22,7 @@ from raydpfl.methods.bounding import FAMILY as BOUNDINGS
 from raydpfl.methods.bounding import BoundingQuery, Clip
 from raydpfl.methods.local import Local
 from raydpfl.methods.noise import Gaussian
+from raydpfl.methods.noise.keyed_noise import server_noise
 from raydpfl.methods.probes import Probe
 from raydpfl.methods.selection import Cohort, Selection, Uniform
 from raydpfl.methods.server import Server
@@ -231,6 +232,20 @@ class Shared(OneGaussian):
         return super().on_clients(seed, t, np.zeros_like(clients), draws, std, d)
 
 
+class Repeating(OneGaussian):
+    """The noise on a side query is that of a coordinate of the sum."""
+
+    def on_query(self, query):
+        return float(server_noise(query.seed, query.t, query.std, 8)[5])
+
+
+class Twin(OneGaussian):
+    """The noise on all side queries of a round is one draw."""
+
+    def on_query(self, query):
+        return super().on_query(replace(query, name="count"))
+
+
 class Stinting(OneGaussian):
     """Has each client draw as if twice as many did."""
 
@@ -436,6 +451,8 @@ LIARS = {
     First: "no shared state",
     Half: "std",
     Shared: "independent",
+    Repeating: "independent queries",
+    Twin: "independent queries",
     Stinting: "as accounted",
     Uneven: "mean",
     Favouring: "follows sampling",
