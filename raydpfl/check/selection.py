@@ -4,18 +4,28 @@ import math
 import pickle
 import time
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import numpy as np
+from scipy.stats import kstest
 
 from raydpfl.check import claims
 from raydpfl.check import sampling as schemes
 from raydpfl.check.claims import Claims
-from raydpfl.check.contract import FALSE_ALARM, clauses_of, hold, normals
+from raydpfl.check.contract import (
+    FALSE_ALARM,
+    clauses_of,
+    hold,
+    largest_correlation,
+    normal_limit,
+    normals,
+)
 from raydpfl.check.example import Example
 from raydpfl.errors import USER_EXCEPTIONS
 from raydpfl.methods.population import check_composed_rounds
 from raydpfl.methods.selection import Ask, Population, Selection
+from raydpfl.simulation.noise_monitor import tail
 from raydpfl.simulation.sampling_monitor import SamplingMonitor
 
 ROUNDS = 400
@@ -161,6 +171,38 @@ def composed_rounds(case: Example) -> str:
         is_covered = rounds[t] >= count or has_repeats
         hold(is_covered, f"a client is in {count} of {t + 1} rounds, and {rounds[t]} are composed")
     return f"{rounds[-1]} of 50 rounds"
+
+
+def answers(case: Example) -> str:
+    """Answers about losses have the noise and the range that its `loss_query` declares."""
+    member = case.plan.experiment.selection
+    query = member.loss_query
+    if query is None:
+        return "no accountant counts any"
+    losses = np.abs(normals(10))
+    keys = list(product((1, 2), range(40), range(25)))  # seed, round and client
+    noise = np.array([member.answer(losses.copy(), *key) for key in keys])
+    again = np.array([member.answer(losses.copy(), *key) for key in keys])
+    hold(np.array_equal(noise, again), "asked twice, a client answers something else")
+    hold(len(np.unique(noise)) == len(keys), "two keys have the same noise")
+    scores = (noise - noise.mean()) / query.std
+    square = float(scores @ scores)
+    share = math.sqrt(square / (len(keys) - 1))
+    message = f"the noise has {share:.4g} of its std, {query.std:g}"
+    hold(2 * tail(square, len(keys) - 1) >= FALSE_ALARM, message)
+    test = kstest(scores, "norm")
+    hold(test.pvalue >= FALSE_ALARM, f"no Gaussian: p = {test.pvalue:.2g}")
+    table = scores.reshape(80, 25)  # of all rounds, those of another seed last, and clients
+    correlations = [(largest_correlation(rows)[0], len(rows)) for rows in (table, table.T)]
+    correlations.append((largest_correlation(scores.reshape(2, -1))[0], 2))
+    for largest, count in correlations:
+        limit = normal_limit(math.comb(count, 2), FALSE_ALARM)
+        hold(largest <= limit, f"the noise is correlated by {largest:.1f} standard errors")
+    for size in (0.0, 1e-3, 1.0, 30.0, 1e30, np.inf, np.nan, -1.0, -1e30):
+        change = abs(member.answer(size * losses, *keys[0]) - noise[0])
+        message = f"other losses move an answer by {change:g}, and the range is {2 * query.bound:g}"
+        hold(change <= 2 * query.bound + 1e-9 * (query.bound + query.std), message)
+    return f"{share:.4f} of the std over {len(keys)} answers, p = {test.pvalue:.2g}"
 
 
 def numbers(case: Example) -> str:

@@ -22,9 +22,10 @@ from raydpfl.methods.bounding import FAMILY as BOUNDINGS
 from raydpfl.methods.bounding import BoundingQuery, Clip
 from raydpfl.methods.local import Local
 from raydpfl.methods.noise import Gaussian
-from raydpfl.methods.noise.keyed_noise import server_noise
+from raydpfl.methods.noise.keyed_noise import query_noise, server_noise
 from raydpfl.methods.probes import Probe
 from raydpfl.methods.selection import Cohort, Selection, Uniform
+from raydpfl.methods.selection.power_of_choice import PowerOfChoice
 from raydpfl.methods.server import Server
 from raydpfl.methods.weights import Weights
 from raydpfl.models import Model
@@ -268,6 +269,44 @@ class Favouring(OneUniform):
         if 0 not in clients and t % 3 == 0:
             clients = np.append(clients[1:], 0)
         return Cohort.of(clients)
+
+
+class Nosy(PowerOfChoice):
+    """Answers exactly, where it declares noise."""
+
+    examples = ({"cohort": 5, "pool": 12, "loss_bound": 3.0, "loss_std": 1.0},)
+
+    def answer(self, losses, noise_seed, t, client):
+        return super().answer(losses, noise_seed, t, client) - query_noise(
+            noise_seed, t, self.loss_std, client, query="losses"
+        )
+
+
+class OneDraw(Nosy):
+    """The noise of every round is that of the first."""
+
+    def answer(self, losses, noise_seed, t, client):
+        return PowerOfChoice.answer(self, losses, noise_seed, 0, client)
+
+
+class Loud(Nosy):
+    """Answers with twice the range."""
+
+    def answer(self, losses, noise_seed, t, client):
+        clipped = np.clip(np.nan_to_num(losses), 0, 2 * self.loss_bound).mean()
+        return clipped + query_noise(noise_seed, t, self.loss_std, client, query="losses")
+
+
+@pytest.mark.parametrize(
+    "liar, said",
+    [(Nosy, "same noise|of its std"), (OneDraw, "the same noise"), (Loud, "the range is 3")],
+)
+def test_answers_about_losses_have_the_declared_noise_and_range(liar, said):
+    section, _, path = resolve_member(liar)
+    with pytest.raises(BrokenClause, match=said):
+        selection.answers(Example(section, {"kind": path, **liar.examples[0]}))
+    kind = {"kind": "power_of_choice", **liar.examples[0]}
+    assert "of the std over" in selection.answers(Example(section, kind))
 
 
 DRAWN: list[int] = []

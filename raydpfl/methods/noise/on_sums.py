@@ -22,6 +22,7 @@ COMMON = (
 )
 # what else a round releases than a bounding's queries, and what the ledger calls its noise
 RESERVED = ("updates", "losses", "loss", "survey")
+LOSSES = "losses, tested by `raydpfl check` and not by a run, that differ from the query"
 RELATIONS: tuple[Relation, ...] = ("replace_one", "add_remove", "zero_out")
 # By section, what accountants take as a user-defined member of it declares it.
 ON_SUMS = {
@@ -68,7 +69,7 @@ def list_exclusions(
     """
     declared_facts = [*(AT_STEPS if at_steps else ON_SUMS).items()]
     if setting.loss_query is not None:
-        declared_facts.append(("selection", "losses that differ from the query"))
+        declared_facts.append(("selection", LOSSES))
     names = () if scheme is None or not is_user_defined(type(scheme)) else (type(scheme).__name__,)
     return (
         *(f"privacy losses above those declared by {name} {DECLARED_SUFFIX}" for name in names),
