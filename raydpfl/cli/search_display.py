@@ -293,7 +293,7 @@ def cells_table(result: StudyResult) -> Table:
         spread = cell.values(metric).spread()
         mean = metric_columns.number(metric, spread.mean) if spread.count else ""
         half = spread.repetition()
-        interval = f" ± {metric_columns.number(metric, half)}" if spread.count > 1 else ""
+        interval = f" ± {metric_columns.number(metric, half)}" if not math.isnan(half) else ""
         table.add_row(
             *(escape(cell.cell.place[name] or "") for name in names),
             mean + interval,

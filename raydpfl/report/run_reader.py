@@ -241,7 +241,7 @@ class Run:
 class LabelledRun:
     """A run with its label on each axis. Runs with the same labels differ by their `seed`.
     `numbers`: what a table of results has of it; `home`: the directory of its study;
-    `resampled_runs`: the run in its place by resample of the tuning seeds.
+    `resampled_runs`: the run in its place by resample of the tuning seeds; None: it has not ended.
     """
 
     labels: Mapping[str, str]
@@ -249,7 +249,7 @@ class LabelledRun:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
     home: Path | None = None
-    resampled_runs: Mapping[Resample, "LabelledRun"] = field(default_factory=dict)
+    resampled_runs: Mapping[Resample, "LabelledRun | None"] = field(default_factory=dict)
 
     def at(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Its labels on these axes, empty where it has none."""
@@ -264,14 +264,13 @@ class LabelledRun:
 def values_of(cases: Sequence[LabelledRun], name: str) -> SeedValues:
     """A number of these cases by seed, and by resample of the tuning seeds."""
     seeds = {place if case.seed is None else case.seed: case for place, case in enumerate(cases)}
-    resamples = dict.fromkeys(key for case in cases for key in case.resampled_runs)
+    resamples = dict.fromkeys(key for case in seeds.values() for key in case.resampled_runs)
     return SeedValues(
         {seed: case.number(name) for seed, case in seeds.items()},
         {
             key: {
-                seed: case.resampled_runs[key].number(name)
+                seed: run.number(name) if (run := case.resampled_runs.get(key)) else None
                 for seed, case in seeds.items()
-                if key in case.resampled_runs
             }
             for key in resamples
         },

@@ -26,7 +26,8 @@ Resample = tuple[int, ...]  # places of seeds, drawn with replacement as many as
 @dataclass(frozen=True)
 class SeedSpread:
     """The mean (NaN of none) and the sample standard deviation (n - 1; NaN below two) of `count`
-    numbers, in their units; `error`: the standard error of the mean, and its degrees of `freedom`.
+    numbers, in their units; `error`: the standard error of the mean, NaN where it is not known, and
+    its degrees of `freedom`.
     """
 
     count: int
@@ -66,19 +67,17 @@ class SeedValues:
 
         K the number of tuning seeds; both variances are made unbiased. Their degrees of freedom,
         n - 1 and K - 1, are combined by Satterthwaite's formula. Seeds that all end in one place
-        end there to `rounding` alone.
+        end there to `rounding` alone. Where a resample lacks a number the error is NaN.
         """
         numbers = _numbers(self.values)
         count, mean = len(numbers), float(np.mean(numbers)) if len(numbers) else math.nan
         std = float(np.std(numbers, ddof=1)) if count > 1 else math.nan
         error = std / math.sqrt(count) if count > 1 else math.nan
         freedom = float(max(count - 1, 1))
-        choices = {
-            resample: resample_numbers
-            for resample, values in self.resamples.items()
-            if len(resample_numbers := _numbers(values)) > 1
-        }
-        if choices and count > 1:
+        choices = {resample: _numbers(values) for resample, values in self.resamples.items()}
+        if any(len(resample_numbers) < count for resample_numbers in choices.values()):
+            error = math.nan
+        elif choices and count > 1:
             shares = np.array([chance(resample) for resample in choices])
             shares = shares / shares.sum()
             means = np.array([values.mean() for values in choices.values()])

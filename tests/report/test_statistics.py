@@ -54,6 +54,22 @@ def test_a_difference_resolves_no_less_than_the_numbers_it_is_of():
     assert 0 < difference.mean < difference.half_width()
 
 
+@pytest.mark.parametrize("lost", [{1: None}, {0: None, 1: None}, {1: float("nan")}])
+def test_without_a_number_of_a_resample_nothing_is_known_of_the_error(lost):
+    numbers = {0: 0.1, 1: 0.11}
+    resamples = {(0, 0): numbers, (0, 1): numbers, (1, 1): {**numbers, **lost}}
+    spread = SeedValues(numbers, resamples).spread()
+    assert spread.mean == pytest.approx(0.105) and np.isnan(spread.half_width())
+    # a run that all of them lack
+    resamples = {key: {**numbers, 2: None} for key in resamples}
+    assert SeedValues({**numbers, 2: None}, resamples).spread().half_width() > 0
+
+
+def test_a_resample_whose_runs_have_not_ended_stays_one(tmp_path):
+    case = LabelledRun({}, Run(tmp_path, "run", []), {"norm": 1.0}, 0, None, {(1, 1): None})
+    assert values_of([case], "norm").resamples == {(1, 1): {0: None}}
+
+
 def test_the_mean_of_a_runs_rounds_includes_tuning(tmp_path):
     def run(name, clipped):
         (tmp_path / name).mkdir()

@@ -596,6 +596,32 @@ def test_the_verdict_on_a_claim_is_of_paired_differences(
     assert (claim["cells"], claim["seeds"], claim["level"]) == (1, 3, 0.975)
 
 
+def test_a_run_of_what_other_tuning_seeds_choose_that_failed_is_told_and_resolves_no_claim(
+    tmp_path, monkeypatch
+):
+    best = {0: 0.1, 1: 0.19}  # by tuning seed; the two together choose 0.1
+    scored(
+        monkeypatch,
+        lambda run: (
+            (run.bounding.kind == "clip") - abs(run.local.lr - best.get(run.seed, 0.18)) / 10
+        ),
+    )
+    runner = runner_of(Study.from_dict(two_tuned(grow=0, claims=[CLAIM])), tmp_path)
+    play(runner, 1)
+    assert runner.gather(is_over=True).summary["claims"][0]["verdict"] == "holds"
+    cell = next(cell for cell in runner.progress.values() if cell.cell.arm == "Clip")
+    for trial in {trial for s in cell.resample_settings.values() for trial in s.trials}:
+        if trial not in cell.finals:
+            trial.fail("diverged")
+    result = runner.gather(is_over=True)
+    claim = result.summary["claims"][0]
+    assert (claim["verdict"], claim["low"], claim["seeds"]) == ("not resolved", None, 3)
+    assert reasons(result) == {
+        f"Clip size=few local.lr=0.2 seed={seed}": "diverged" for seed in (2, 3, 4)
+    }
+    assert result.problem.startswith("without a result: Clip size=few local.lr=0.2 seed=")
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_claim_is_not_resolved_where_a_cell_shows_the_opposite(sign, tmp_path, monkeypatch):
     ahead(monkeypatch, lambda run: sign * {20: 0.3, 40: -0.1}[run.data.clients])

@@ -103,16 +103,17 @@ class StudySource(PageSource):
         accountings = [*dict.fromkeys(row["accounting"] for row in self.results)]
         runs: dict[str, Run] = {}
         cases = []
-        resamples: dict[tuple[Any, ...], dict[Resample, LabelledRun]] = {}
+        resamples: dict[tuple[Any, ...], dict[Resample, LabelledRun | None]] = {}
 
         def run_of(row: ResultRow) -> Run:
             place = row["directory"]
             return runs.setdefault(place, Run(self.folder / place, place, self.flaws))
 
         for row in self.resamples:
-            if row["status"] in ENDED_STATUSES:
-                seeds = tuple(map(int, row["tuning_seeds"].split()))
-                resamples.setdefault(place_of(row), {})[seeds] = LabelledRun({}, run_of(row), row)
+            seeds = tuple(map(int, row["tuning_seeds"].split()))
+            has_ended = row["status"] in ENDED_STATUSES
+            resampled_run = LabelledRun({}, run_of(row), row) if has_ended else None
+            resamples.setdefault(place_of(row), {})[seeds] = resampled_run
         for row in self.results:
             if row["status"] not in ENDED_STATUSES:
                 continue

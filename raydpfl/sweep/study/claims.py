@@ -211,7 +211,8 @@ def _outcome(claim: Claim, difference: SeedValues, level: float) -> str:
     zero = all(number == 0 for numbers in samples for number in numbers.values())
     if zero and len(difference.values) > 1 and not (claim.by or claim.within):
         return "equal"
-    half_width = spread.half_width(level)  # NaN, of a single seed, resolves nothing
+    # NaN, of a single seed or where a resample lacks a number, resolves nothing
+    half_width = spread.half_width(level)
     low, high = spread.mean - half_width, spread.mean + half_width
     if claim.within is None:
         holds, opposite = low > claim.by, high < claim.by

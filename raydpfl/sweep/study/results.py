@@ -166,13 +166,14 @@ def _states(trials: Iterable[Trial]) -> dict[str, int]:
 
 
 def _failures(progress: Progress) -> list[dict[str, str]]:
-    """Final runs and cells without a result, and why."""
+    """Final runs and cells without a result, and why; also those of resampled choices."""
     failures: dict[str, dict[str, str]] = {}
     for cell in progress:
         name = cell.cell.display_name()
         if cell.problem:
             failures[name] = {"cell": name, "reason": cell.problem}
-        for trial in [trial for trial in cell.finals if trial.status == "failed"]:
+        trials = [*cell.finals, *(t for s in cell.resample_settings.values() for t in s.trials)]
+        for trial in [trial for trial in trials if trial.status == "failed"]:
             place = f"trials/{trial.folder.name}"
             name = trial.display_name()
             failures[place] = {"directory": place, "cell": name, "reason": trial.failure()}
