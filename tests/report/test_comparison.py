@@ -68,6 +68,18 @@ def test_how_a_run_is_carried_out_tells_two_of_one_seed_apart_and_else_its_direc
     assert labels(a, same) == [("a", 1), ("d", 1)]
 
 
+def test_what_makes_another_method_is_no_seed_of_it(tmp_path):
+    values = [{"precision": "float32"}, {"precision": "bfloat16"}, {"on_error": "drop"}]
+    runs = [run(tmp_path / str(seed), seed, client=each) for seed, each in enumerate(values)]
+    assert [count for _, count in labels(*runs)] == [1, 1, 1]
+    noise = [{"coefficients": [1.0, 0.5]}, {"coefficients": [1.0, 0.9]}]
+    runs = [run(tmp_path / f"noise{seed}", seed, noise=each) for seed, each in enumerate(noise)]
+    assert [count for _, count in labels(*runs)] == [1, 1]
+    ways = [{"chunk": 4, "backend": "loop", "timeout": 9.0}, {"num_cpus": 2, "num_gpus": 0.5}]
+    runs = [run(tmp_path / f"way{seed}", seed, client=each) for seed, each in enumerate(ways)]
+    assert [count for _, count in labels(*runs)] == [2]
+
+
 def test_other_data_and_other_metrics_are_refused_in_a_line(tmp_path, complain):
     a = run(tmp_path / "a")
     dealt = run(tmp_path / "dealt", data={"clients": 7})

@@ -39,8 +39,11 @@ from raydpfl.report.tables import Row, Table
 
 # Of `data`, what decides which client has which rows, and how a row is put: not which there are.
 PARTITION_KEYS = ("clients", "sizes", "partition", "seed", "features", "normalize", "mean", "std")
-# Beginnings of keys that say how a run is carried out, or what it resolves by itself.
-EXECUTION_KEYS = ("client.", "measure", "track", "noise.coefficients")
+# Beginnings of keys that say how a run is carried out, not what of.
+EXECUTION_KEYS = (
+    *("client.actors", "client.num_cpus", "client.num_gpus", "client.timeout"),
+    *("client.chunk", "client.backend", "measure", "track"),
+)
 VALUE_LIMIT = 24  # characters of a value in a label
 TERMS = ("unit", "relation", "delta", "observer")  # of a guarantee, as labels of an epsilon
 
