@@ -402,7 +402,7 @@ def _check_single_run(tree: Mapping[str, Any]) -> None:
     unknown_keys = [key for key in tree if key not in Experiment.model_fields]
     if unknown_keys:
         expected = f"one of the sections {', '.join(Experiment.model_fields)}"
-        hint = suggestion(unknown_keys[0], Experiment.model_fields)
+        hint = suggestion(str(unknown_keys[0]), Experiment.model_fields)
         raise ConfigError(unknown_keys[0], tree[unknown_keys[0]], f"{expected}{hint}")
     nodes = [(key, value) for key, value in tree.items() if isinstance(value, Mapping)]
     for path, node in nodes:

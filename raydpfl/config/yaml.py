@@ -75,7 +75,7 @@ def parse_yaml(text: str) -> Any:
     except RecursionError:
         raise yaml.YAMLError(_DEPTH_ERROR) from None
     # as of a date or a number that is none
-    except (ValueError, OverflowError, AttributeError, TypeError) as error:
+    except (ValueError, OverflowError, AttributeError, TypeError, IndexError) as error:
         raise yaml.YAMLError(str(error)) from None
     _check_size(values, max(len(text), 10_000))
     return values

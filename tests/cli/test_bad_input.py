@@ -28,6 +28,11 @@ def test_bad_input_is_refused_in_one_line_and_nothing_is_started_or_written(
     assert [*tmp_path.iterdir()] == [small]
 
 
+def test_a_section_whose_name_is_no_text_is_refused():
+    with refusal(r"^True = 1: expected one of the sections seed, rounds, "):
+        Experiment.from_dict({"rounds": 3, **parse_yaml("on: 1")})
+
+
 def test_a_budget_in_letters_is_told_in_the_words_of_a_config():
     with refusal(r"^noise\.epsilon = 'abc': expected a valid number or a mapping$"):
         experiment(noise={"kind": "gaussian", "epsilon": "abc", "delta": 1e-5})

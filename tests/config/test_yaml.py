@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import yaml
 
 from raydpfl.config.yaml import dump, parse_yaml
 
@@ -32,6 +33,11 @@ from raydpfl.config.yaml import dump, parse_yaml
 def test_numbers_are_those_of_yaml_1_2(text, value):
     assert parse_yaml(text) == value and type(parse_yaml(text)) is type(value)
     assert parse_yaml(dump({"a": value})) == {"a": value}
+
+
+def test_an_empty_number_is_refused():
+    with pytest.raises(yaml.YAMLError):
+        parse_yaml("lr: !!int ''")
 
 
 def test_no_number_is_one():
