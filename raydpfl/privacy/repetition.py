@@ -27,6 +27,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+from scipy.special import exprel
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import rdp
@@ -36,6 +37,8 @@ from raydpfl.privacy.types import one_of
 Kind = Literal["geometric", "poisson", "logarithmic", "negative_binomial"]
 _SHAPES = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}
 _TOLERANCE = 1e-7  # of an epsilon
+_ATTEMPTS = 1000  # draws of a negative binomial, of which the first above 0 counts
+_NEGLIGIBLE = 1e-30  # probability of a number of runs
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,17 @@ class Repetition:
             return 1
         if self.eta == 0:
             return int(generator.logseries(1 - self.gamma))
-        run_count = 0
-        while not run_count:
-            run_count = int(generator.negative_binomial(self.eta, self.gamma))
+        counts = generator.negative_binomial(self.eta, self.gamma, _ATTEMPTS)
+        if counts.any():
+            return int(counts[counts > 0][0])
+        # few are above 0, as of a small shape or a mean near 1: inverts the distribution function
+        rest, logarithm = generator.random(), -math.log(self.gamma)
+        probability = (1 - self.gamma) / (logarithm * float(exprel(self.eta * logarithm)))
+        run_count = 1
+        while rest >= probability > _NEGLIGIBLE:
+            rest -= probability
+            probability *= (1 - self.gamma) * (run_count + self.eta) / (run_count + 1)
+            run_count += 1
         return run_count
 
     def renyi(self, one_run: np.ndarray) -> np.ndarray:

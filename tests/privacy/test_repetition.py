@@ -97,6 +97,23 @@ def test_numbers_of_runs_are_drawn_as_accounted_for(search):
     assert drawn.min() >= (0 if search.runs == "poisson" else 1)
 
 
+@pytest.mark.parametrize("shape", [0.001, 1e-7, 1e-300])
+def test_a_small_shape_is_drawn_as_accounted_for(shape):
+    search = Repetition("negative_binomial", 5, shape)
+    p, mean = density(search, 0.0)  # p(1), the mean
+    generator = np.random.default_rng(0)
+    drawn = np.array([search.draw(generator) for _ in range(5000)])
+    assert drawn.mean() == pytest.approx(mean, abs=5 * drawn.std() / math.sqrt(5000))
+    for count in range(1, 6):
+        share = (drawn == count).mean()
+        assert share == pytest.approx(p, abs=5 * math.sqrt(p / 5000))
+        p *= (1 - search.gamma) * (count + shape) / (count + 1)
+
+
+def test_a_mean_near_one_is_drawn_at_once():
+    assert Repetition("geometric", 1 + 1e-12).draw(np.random.default_rng(0)) == 1
+
+
 def test_one_run_costs_what_it_costs():
     alone = Repetition("geometric", 1)
     for name in ("pld", "rdp"):
