@@ -137,6 +137,12 @@ def test_the_scale_is_put_in_last_and_keeps_what_the_new_data_have_a_place_for()
     assert smoke.runs() == {"tried": 0, "final": 8}
 
 
+@pytest.mark.parametrize("name", ["../mine", "mine/../..", "/mine", "mine//small", "."])
+def test_an_id_that_leads_out_of_a_directory_is_refused(name):
+    with refusal(r"study\.id = "):
+        study(study={"id": name})
+
+
 def test_only_some_labels_of_an_arm_or_of_a_scale():
     given = tree(scales={"smoke": {"only": {"arm": ["Free", "Data"], "data.partition": "iid"}}})
     given["arms"]["Data"]["only"] = {"data.partition": ["shards"]}

@@ -42,7 +42,7 @@ LabelLimits = Mapping[str, tuple[str, ...]]  # the labels of axes that are meant
 class About(Section):
     """The section `study`."""
 
-    id: str = Field(min_length=1, pattern=r"^[\w./-]+$")
+    id: str = Field(min_length=1, pattern=r"^\.*[\w-][\w.-]*(/\.*[\w-][\w.-]*)*$")
     title: str = ""
     shows: str = ""  # what the paper claims with it
     answers: tuple[str, ...] = ()  # other names by which it is found
