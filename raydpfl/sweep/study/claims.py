@@ -20,7 +20,7 @@ from pydantic import Field
 from raydpfl.config.registry import Section
 from raydpfl.config.validation import validate
 from raydpfl.errors import ConfigError
-from raydpfl.report.labels import quantity
+from raydpfl.report.labels import count_text, quantity
 from raydpfl.report.statistics import SeedValues, total
 from raydpfl.sweep.spaces import Options, points
 from raydpfl.sweep.study.cells import label, strip_mark
@@ -235,5 +235,8 @@ def verdict_line(verdict: Mapping[str, Any]) -> str:
     place = " in the cell that decides" if several and verdict["every_cell"] else ""
     if verdict["seeds"] < verdict["planned_seeds"]:
         place += f", in {verdict['seeds']} of {verdict['planned_seeds']} seeds"
+    lacking_cells = verdict["cells"] - sum(verdict[outcome] for outcome in OUTCOMES)
+    if lacking_cells:
+        place += f", {count_text(lacking_cells, 'cell')} without numbers"
     mean = f"{factor * verdict['difference']:+.4g}{unit}"
     return f"{verdict['says']}: {verdict['verdict']}{cells}; {number.words} {mean}{interval}{place}"

@@ -18,11 +18,12 @@ import pyarrow as pa
 from raydpfl.privacy import RIGOROUS
 from raydpfl.report.labels import count_text
 from raydpfl.report.run_reader import numbers
+from raydpfl.report.statistics import SeedValues
 from raydpfl.simulation.provenance import COMPILED_DIGEST, commit, versions
 from raydpfl.sweep.results import choice_warning, epsilons, exclusion_note, table
 from raydpfl.sweep.study.cell_progress import CellProgress
 from raydpfl.sweep.study.cells import StudyCell, label
-from raydpfl.sweep.study.claims import key, verdicts
+from raydpfl.sweep.study.claims import CellKey, key, verdicts
 from raydpfl.sweep.study.identities import compare, words
 from raydpfl.sweep.study.schema import Study
 from raydpfl.sweep.trials import SearchSetting, Trial, trained_runs
@@ -115,7 +116,8 @@ def summary(study: Study, progress: Progress, folder: Path, is_over: bool) -> di
     """
     # the directory and the digest of the model of every final run, by cell and seed
     models = {cell.cell: {trial.seed: _model(trial) for trial in cell.finals} for cell in progress}
-    values = {key(cell.cell.place): cell.values for cell in progress}
+    values: dict[CellKey, Any] = {key(place): _no_values for place in study.planned_places}
+    values |= {key(cell.cell.place): cell.values for cell in progress}
     identities = [compare(identity, models) for identity in study.same_bits]
     failures = _failures(progress)
     reason = _problem(failures, identities) if is_over else None
@@ -137,6 +139,11 @@ def summary(study: Study, progress: Progress, folder: Path, is_over: bool) -> di
         "computed_by": {**versions(), "compiled": COMPILED_DIGEST, "commit": commit()},
         "tuning": _choice(study, progress, runs),
     }
+
+
+def _no_values(name: str) -> SeedValues:
+    """Those of a cell that --only leaves out."""
+    return SeedValues({})
 
 
 def _model(trial: Trial) -> tuple[str, str] | None:

@@ -59,6 +59,7 @@ class About(Section):
     same_bits: tuple[Any, ...] = ()
     claims: tuple[Any, ...] = ()  # see `raydpfl.sweep.study.claims`
     scale: Literal["smoke", "small", "paper"] | None = None  # of one that was begun
+    only: Mapping[str, Any] = {}  # labels of the cells of one that was begun, as --only says
 
     @property
     def sign(self) -> int:
@@ -123,11 +124,8 @@ class Study:
         _check_one_of("--scale", scale, SCALES)
         tree = copy.deepcopy(dict(values))
         if only:
-            scales = tree["scales"] = _mapping("scales", tree.get("scales"))
-            changes = scales[scale] = _mapping(f"scales.{scale}", scales.get(scale))
-            only_labels = {axis: [*names] for axis, names in only.items()}
-            label_limits = _mapping(f"scales.{scale}.only", changes.get("only"))
-            changes["only"] = label_limits | only_labels
+            tree["study"]["only"] = {**about.only, **{axis: [*only[axis]] for axis in only}}
+            about = validate(About, "study", tree["study"])
         if seeds is None:
             seeds = _scales(tree).get(scale, Scale()).seeds or about.seeds
         if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
@@ -254,7 +252,13 @@ class Study:
     def cells(self) -> list[StudyCell]:
         """Panels in the order of the file, in each the accountings, in each of these the arms."""
         with allow_imports(self.imports):
-            return [self._cell(place) for place in self._placements(self._scale.only)]
+            only = _parse_label_limits("study.only", self.about.only)
+            return [self._cell(place) for place in self._placements({**self._scale.only, **only})]
+
+    @property
+    def planned_places(self) -> list[dict[str, str | None]]:
+        """The labels of the cells of its scale, which claims are about, whatever --only leaves."""
+        return [*self._placements(self._scale.only)]
 
     @cached_property
     def same_bits(self) -> list[Identity]:
@@ -409,6 +413,7 @@ class Study:
     def _check_labels(self) -> None:
         limits = {f"scales.{name}.only": scale.only for name, scale in _scales(self.tree).items()}
         limits |= {f"arms.{name}.only": arm.only for name, arm in self.arms.items()}
+        limits["study.only"] = _parse_label_limits("study.only", self.about.only)
         limits["study.chosen_at"] = _parse_label_limits("study.chosen_at", self.about.chosen_at)
         for number, item in enumerate(self.about.same_bits):
             field = f"study.same_bits.{number}"
