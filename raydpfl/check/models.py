@@ -9,7 +9,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -24,12 +24,11 @@ from raydpfl.errors import USER_EXCEPTIONS, ConfigError
 from raydpfl.methods.local.sgd import Sgd
 from raydpfl.models import weights
 from raydpfl.models.tasks import Form
-from raydpfl.training.backend_check import TOLERANCE, FirstSteps
+from raydpfl.training.backend_check import BATCH_ERROR, TOLERANCE, FirstSteps, row_dependence
 from raydpfl.training.backend_choice import choose_backend
 from raydpfl.training.backends import BACKENDS, REFERENCE
 from raydpfl.training.validation import check_no_mixing, foreign_generator
 
-BATCH_ERROR = 1e-5  # relative: what rounding in a batch of another size may come to
 CLOSE = 1e-5  # of the model's norm: what rounding in another order may come to
 
 
@@ -74,7 +73,9 @@ def shapes(case: Example) -> str:
 
 
 def each_row_alone(case: Example) -> str:
-    """What it gives for a row does not depend on the other rows of the batch."""
+    """What it gives for a row does not depend on the other rows of the batch, which may be far from
+    it.
+    """
     module, form = _module_and_form(case)
     x = form.inputs(5, stream(0, Purpose.DATA))
     with torch.no_grad():
@@ -82,6 +83,10 @@ def each_row_alone(case: Example) -> str:
         rows = torch.cat([module(row) for row in x.split(1)])
     error = float((batch - rows).abs().max() / batch.abs().max().clamp(min=1e-30))
     hold(error <= BATCH_ERROR, f"by itself, a row's output is off by {error:.1e} of it")
+    dependence = None
+    with suppress(*USER_EXCEPTIONS):  # it may take no such rows
+        dependence = row_dependence(module, form)
+    hold(not dependence, f"{dependence}")
     return f"to {error:.0e} of it"
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from raydpfl import models
-from raydpfl.core.prng import Purpose, stream
+from raydpfl.core.prng import Purpose, keyed_globals, stream
 from raydpfl.core.signals import time_limit
 from raydpfl.errors import USER_EXCEPTIONS
 from raydpfl.methods.local.base import Local
@@ -28,6 +28,8 @@ ATTEMPTS = 3  # on other rows: a ReLU or a maximum that rounds the other way can
 MAX_SECONDS = 120.0  # seconds that the comparison may take
 ROUNDING = 1e-6  # of the model's norm: what subtracting two models leaves uncertain of a step
 SIZES = [6, 5, 3]  # rows of the three clients
+SCALES = (1e3, 1e6, -1e6, 0.0)  # of a row that is far from the others
+BATCH_ERROR = 1e-5  # relative: what rounding in another batch may come to
 
 
 def mismatch(
@@ -36,7 +38,8 @@ def mismatch(
     """Why `backend` cannot train `module`, or None: its first steps against the loop's, each
     client's on one attempt's rows. With `clip` the bound is such that half of the rows, which
     differ in norm, are clipped. A backend of `whole_batches` takes no module whose course may
-    depend on the rows, which three steps need not show.
+    depend on the rows, or in which a row far from the others changes them, which three steps need
+    not show.
     """
     uncertain = ROUNDING / TOLERANCE * models.trained(module).norm()
     errors = torch.full((len(SIZES),), torch.inf)
@@ -52,12 +55,38 @@ def mismatch(
                 relative = (updates - reference).norm(dim=1) / (reference.norm(dim=1) + uncertain)
                 errors = torch.minimum(errors, relative.cpu())
                 if errors.max() <= TOLERANCE:
-                    return None
+                    whole = BACKENDS[backend].whole_batches
+                    return row_dependence(copy.deepcopy(module).train(), form) if whole else None
     except (NoStack, NotLayerwise, NotOneBatch) as error:
         return str(error)
     except USER_EXCEPTIONS as error:  # a module may do anything when it is traced or vmapped
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return f"its first step is off by {float(errors.max()):.1e} of the loop's"
+
+
+def row_dependence(module: nn.Module, form: Form) -> str | None:
+    """How the outputs of made-up rows change with another row that is far from them, or None. The
+    module runs in its mode. Raises what it raises.
+    """
+    module = _fill_zeros(module)
+    x = form.inputs(4, stream(0, Purpose.DATA))
+
+    def other_outputs(row: torch.Tensor) -> torch.Tensor:
+        batch = torch.cat([x[:1], row[None], x[2:]])
+        with torch.no_grad(), keyed_globals(0):
+            return module(batch)[[0, 2, 3]]
+
+    if form.tokens:
+        far_rows = {f"of {k} alone": torch.full_like(x[1], k) for k in (0, form.tokens - 1)}
+    else:
+        far_rows = {f"times {scale:g}": scale * x[1] for scale in SCALES}
+    expected = other_outputs(x[1])
+    largest = expected.abs().max().clamp(min=1e-30)
+    for name, row in far_rows.items():
+        error = float((other_outputs(row) - expected).abs().max() / largest)
+        if not error <= BATCH_ERROR:
+            return f"with one row {name} its outputs for the others are off by {error:.1e}"
+    return None
 
 
 class FirstSteps:

@@ -368,6 +368,16 @@ class Minus(nn.Module):
         return self.last(x - x.mean(0))
 
 
+class Levelled(nn.Linear):
+    """Divides by the largest number of the batch where that is above 1."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x / x.abs().amax().clamp(min=1))
+
+
 class Idle(nn.Linear):
     """Has a layer that it never uses."""
 
@@ -501,6 +511,7 @@ LIARS = {
     Undeclared: "columns",
     Forgetful: "gone on with",
     Mixed: "each row alone",
+    Levelled: "each row alone",
     Idle: "every parameter",
     Chance: "initial parameters",
     FirstRow: "no shared state",

@@ -489,6 +489,35 @@ def test_whole_batches_run_through_no_module_that_may_branch_on_them(backend, re
         choose_backend(module, Sgd(), form(SHAPE), backend, clip=1.0)
 
 
+@pytest.mark.parametrize(
+    "size",
+    [lambda x: x.amax(), lambda x: x.amax() / 1e5, lambda x: -x.amin()],
+)
+@pytest.mark.parametrize("backend", ["layerwise", "one_batch"])
+def test_whole_batches_run_through_no_module_that_mixes_rows_far_from_each_other(backend, size):
+    def forward(self, x):
+        rows = x.flatten(1)
+        rows = rows / size(rows).clamp(min=1)  # of rows in [0, 1) that is x
+        return self.last(torch.relu(self.first(rows)))
+
+    module = net("Loudest", forward, first=nn.Linear(72, 6), last=last(6))
+    module.first.requires_grad_(False)
+    assert choose_backend(module, Sgd(), form(SHAPE), clip=1.0) == "vmap"
+    said = "with one row times .* its outputs for the others are off by"
+    with pytest.raises(ConfigError, match=said):
+        choose_backend(module, Sgd(), form(SHAPE), backend, clip=1.0)
+
+
+def test_whole_batches_run_through_no_module_that_mixes_rows_of_a_token():
+    def forward(self, x):
+        return self.last(self.table(x).mean(1)) * torch.where((x == 65).all(1).any(), 2, 1)
+
+    module = net("Counts", forward, table=nn.Embedding(66, 3), last=last(3))
+    of = replace(form((5,), CLASSES), tokens=66)
+    with pytest.raises(ConfigError, match="with one row of 65 alone its outputs for the others"):
+        choose_backend(module, Sgd(), of, "layerwise", clip=1.0)
+
+
 def test_values_that_no_row_has_gone_into_may_be_read():
     def forward(self, x):
         mask = nn.Transformer.generate_square_subsequent_mask(6)
