@@ -57,6 +57,58 @@ def test_sgds_own_step_is_what_its_coefficients_say():
         torch.testing.assert_close(now[0], x)
 
 
+class TwoSpeeds(Local):
+    """Two velocities (AggMo, Lucas et al. 2019), stacked in front of the clients."""
+
+    def fresh(self, x):
+        return torch.zeros(2, *x.shape)
+
+    def step(self, x, gradient, state, at):
+        state = torch.stack([0.9 * state[0] + gradient, 0.1 * state[1] + gradient])
+        return x - at.lr * state.mean(0), state
+
+
+class Memory(Local):
+    """The mean of the last five gradients."""
+
+    def fresh(self, x):
+        return torch.zeros(5, *x.shape)
+
+    def step(self, x, gradient, state, at):
+        state = torch.cat([state[1:], gradient[None]])
+        return x - at.lr * state.mean(0), state
+
+
+@pytest.mark.parametrize("kind", [TwoSpeeds, Memory])
+@pytest.mark.parametrize("backend", ["fused", "vmap"])
+@pytest.mark.parametrize("count", [2, 4, 5])
+def test_a_state_that_is_stacked_in_front_is_not_cut(kind, backend, count):
+    """Not even where as many are stacked as there are clients."""
+    sizes = [13, 9, 9, 4, 4][:count]
+    given = (made("mlp"), kind(epochs=2, batch=4, lr=0.1), *rows(sizes), sizes)
+    given += (range(count), [0] * count)
+    expected = train("loop", *given)
+    for slot, (update, _) in train(backend, *given).items():
+        assert (update - expected[slot][0]).norm() <= 1e-5 * update.norm()
+
+
+@pytest.mark.parametrize("name", ["adam", "within", "sam", "own adam"])
+def test_a_state_of_a_row_for_each_client_is_cut(name, monkeypatch):
+    counts = []
+
+    def noted(self, x, gradient, *rest):
+        counts.append(len(x))
+        return step(self, x, gradient, *rest)
+
+    local = METHODS[name].model_copy(update={"epochs": 1, "steps": None, "batch": 4})
+    step = type(local).step
+    monkeypatch.setattr(type(local), "step", noted)
+    monkeypatch.setattr(type(local), "linear", lambda self: None)
+    sizes = [13, 9, 9, 4]
+    train("vmap", made("mlp"), local, *rows(sizes), sizes, range(4), [0] * 4)
+    assert counts == [4, 3, 3, 1]
+
+
 class Careless(Local):
     def step(self, x, gradient, state, at):
         at.model.mul_(0.5)

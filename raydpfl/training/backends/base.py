@@ -382,9 +382,11 @@ class Rule:
 
 
 def _is_by_client(part: Any, count: int) -> bool:
-    """Whether a part of a rule's state is a matrix with a row for every client, or one number."""
+    """Whether a part of a rule's state is a matrix with a row for every client, or one number. One
+    with more axes may be stacked in front, as many as there are clients.
+    """
     if isinstance(part, torch.Tensor):
-        return part.dim() == 0 or (part.dim() > 1 and len(part) == count)
+        return part.dim() == 0 or (part.dim() == 2 and len(part) == count)
     return part is None or isinstance(part, (int, float))
 
 
