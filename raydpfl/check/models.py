@@ -178,7 +178,7 @@ def _compare_backends(case: Example, clip: float | None) -> str:
     fits = {REFERENCE: REFERENCE}
     misfits: dict[str, list[str]] = {}
     for backend in backends(local, clip):
-        result = _difference(module, steps, backend)
+        result = _difference(steps, backend)
         if random_source and not BACKENDS[backend].one_by_one:
             result = f"it draws from {random_source}, client by client"
         if isinstance(result, str):
@@ -206,7 +206,7 @@ def _silence_warnings() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _difference(module: nn.Module, steps: FirstSteps, backend: str) -> float | str:
+def _difference(steps: FirstSteps, backend: str) -> float | str:
     """The distance to the loop's update over the model's norm, or why the backend does not fit."""
     try:
         with _silence_warnings():
@@ -214,6 +214,6 @@ def _difference(module: nn.Module, steps: FirstSteps, backend: str) -> float | s
     except USER_EXCEPTIONS as error:  # a module may do anything when it is traced or vmapped
         return " ".join(str(error).split())[:80] or type(error).__name__
     distances = (backend_updates - loop_updates).norm(dim=1)
-    distance = float((distances / (models.flatten(module) + loop_updates).norm(dim=1)).max())
+    distance = float((distances / (models.flatten(steps.module) + loop_updates).norm(dim=1)).max())
     fits = distance <= CLOSE or float((distances / loop_updates.norm(dim=1)).max()) <= TOLERANCE
     return distance if fits else f"off by {distance:.0e}"

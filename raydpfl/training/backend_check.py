@@ -29,6 +29,7 @@ MAX_SECONDS = 120.0  # seconds that the comparison may take
 ROUNDING = 1e-6  # of the model's norm: what subtracting two models leaves uncertain of a step
 SIZES = [6, 5, 3]  # rows of the three clients
 SCALES = (1e3, 1e6, -1e6, 0.0)  # of a row that is far from the others
+SMALL = 0.1  # of a parameter's usual size: what is scaled up
 BATCH_ERROR = 1e-5  # relative: what rounding in another batch may come to
 
 
@@ -41,7 +42,6 @@ def mismatch(
     depend on the rows, or in which a row far from the others changes them, which three steps need
     not show.
     """
-    uncertain = ROUNDING / TOLERANCE * models.trained(module).norm()
     errors = torch.full((len(SIZES),), torch.inf)
     timeout = TimeoutError(f"three steps take more than {MAX_SECONDS:g} s")
     try:
@@ -51,7 +51,9 @@ def mismatch(
                 if read:
                     return f"its forward reads values of its rows ({read}) and may branch on them"
             for seed in range(ATTEMPTS):
-                updates, reference = FirstSteps(module, local, form, clip, seed).by(backend)
+                steps = FirstSteps(module, local, form, clip, seed)
+                updates, reference = steps.by(backend)
+                uncertain = ROUNDING / TOLERANCE * models.trained(steps.module).norm()
                 relative = (updates - reference).norm(dim=1) / (reference.norm(dim=1) + uncertain)
                 errors = torch.minimum(errors, relative.cpu())
                 if errors.max() <= TOLERANCE:
@@ -68,7 +70,7 @@ def row_dependence(module: nn.Module, form: Form) -> str | None:
     """How the outputs of made-up rows change with another row that is far from them, or None. The
     module runs in its mode. Raises what it raises.
     """
-    module = _fill_zeros(module)
+    module = _full_size(module)
     x = form.inputs(4, stream(0, Purpose.DATA))
 
     def other_outputs(row: torch.Tensor) -> torch.Tensor:
@@ -97,7 +99,7 @@ class FirstSteps:
     def __init__(
         self, module: nn.Module, local: Local, form: Form, clip: float | None, seed: int = 0
     ) -> None:
-        self.module = _fill_zeros(module)
+        self.module = _full_size(module)
         self.local = _shorten(local)
         self.form = form
         self.clip = clip
@@ -175,15 +177,20 @@ class FirstSteps:
         return float(torch.stack(norms).median())
 
 
-def _fill_zeros(module: nn.Module) -> nn.Module:
-    """A copy whose trained matrices are not 0: behind one no gradient would show."""
+def _full_size(module: nn.Module) -> nn.Module:
+    """A copy whose trained parameters are not near 0: behind such a gate no gradient would show."""
     module = copy.deepcopy(module)
     generator = stream(0, Purpose.MODEL)
     with torch.no_grad():
         for parameter in module.parameters():
-            if parameter.requires_grad and parameter.dim() > 1 and not parameter.any():
-                normals = generator.standard_normal(parameter.shape)
-                parameter.copy_(torch.from_numpy(normals * parameter[0].numel() ** -0.5))
+            if not (parameter.requires_grad and parameter.numel()):
+                continue
+            size = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 1.0
+            largest = float(parameter.abs().max())
+            if largest == 0:
+                parameter.copy_(torch.from_numpy(generator.standard_normal(parameter.shape) * size))
+            elif largest < SMALL * size:  # a factor keeps signs, which may matter
+                parameter.mul_(size / largest)
     return module
 
 

@@ -467,6 +467,38 @@ def test_what_layerwise_cannot_do_is_left_to_vmap_or_the_loop_and_said(kind, rea
     assert reason in caplog.messages[0]
 
 
+def gated(gate: float) -> nn.Module:
+    """A branch behind a gate (ReZero, LayerScale) that uses a layer's weight once more."""
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x.flatten(1)))
+        branch = F.linear(torch.relu(self.square(h)), self.square.weight.T)
+        return self.last(h + self.gate(branch))
+
+    scale = nn.Parameter(torch.full((8,), gate))
+    scaled = net("Scale", lambda self, x: self.by * x, by=scale)
+    layers = {"first": nn.Linear(72, 8), "square": nn.Linear(8, 16, bias=False), "last": last(8)}
+    return net("Gated", forward, **layers, gate=scaled)
+
+
+@pytest.mark.parametrize("gate", [0.0, 1e-6, -1e-3])
+@pytest.mark.parametrize("backend", ["layerwise", "one_batch"])
+def test_a_branch_that_a_small_gate_hides_is_compared_too(gate, backend):
+    module = gated(gate)
+    module.first.requires_grad_(backend == "layerwise")
+    assert choose_backend(module, Sgd(), form(SHAPE), clip=1.0) == "vmap"
+    with pytest.raises(ConfigError, match="its first step is off by"):
+        choose_backend(module, Sgd(), form(SHAPE), backend, clip=1.0)
+
+
+def test_a_small_parameter_keeps_its_signs_where_it_is_compared():
+    """Of a net with the square root of one, no backend would fit else."""
+    forward = lambda self, x: self.last(x.flatten(1)) * self.variance.sqrt()  # noqa: E731
+    variance = nn.Parameter(torch.full((CLASSES,), 1e-4))
+    module = net("Deviation", forward, variance=variance, last=last(72))
+    assert choose_backend(module, Sgd(), form(SHAPE), "vmap") == "vmap"
+
+
 @pytest.mark.parametrize(
     "read",
     [
