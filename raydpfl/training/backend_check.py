@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from raydpfl import models
+from raydpfl.core.hardware import Precision
 from raydpfl.core.prng import Purpose, keyed_globals, stream
 from raydpfl.core.signals import time_limit
 from raydpfl.errors import USER_EXCEPTIONS
@@ -34,13 +35,18 @@ BATCH_ERROR = 1e-5  # relative: what rounding in another batch may come to
 
 
 def mismatch(
-    module: nn.Module, local: Local, form: Form, backend: str, clip: float | None
+    module: nn.Module,
+    local: Local,
+    form: Form,
+    backend: str,
+    clip: float | None,
+    precision: Precision = "float32",
 ) -> str | None:
     """Why `backend` cannot train `module`, or None: its first steps against the loop's, each
     client's on one attempt's rows. With `clip` the bound is such that half of the rows, which
     differ in norm, are clipped. A backend of `whole_batches` takes no module whose course may
     depend on the rows, or in which a row far from the others changes them, which three steps need
-    not show.
+    not show. In another `precision` than float32 the steps only have to be made.
     """
     errors = torch.full((len(SIZES),), torch.inf)
     timeout = TimeoutError(f"three steps take more than {MAX_SECONDS:g} s")
@@ -57,6 +63,8 @@ def mismatch(
                 relative = (updates - reference).norm(dim=1) / (reference.norm(dim=1) + uncertain)
                 errors = torch.minimum(errors, relative.cpu())
                 if errors.max() <= TOLERANCE:
+                    if precision != "float32":
+                        steps.by(backend, precision)
                     whole = BACKENDS[backend].whole_batches
                     return row_dependence(copy.deepcopy(module).train(), form) if whole else None
     except (NoStack, NotLayerwise, NotOneBatch) as error:
@@ -107,8 +115,12 @@ class FirstSteps:
         # the bound, the arguments of a chunk and the loop's updates, by whether dropout is idle
         self._reference: dict[bool, tuple[float | None, dict[str, Any], torch.Tensor]] = {}
 
-    def by(self, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """By `backend` and by the loop, float32 [3, d] each. Raises whatever the backend does."""
+    def by(
+        self, backend: str, precision: Precision = "float32"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """By `backend` in a precision and by the loop in float32, float32 [3, d] each. Raises
+        whatever the backend does.
+        """
         module = copy.deepcopy(self.module)
         # for single samples a dropout layer draws other numbers than in the loop
         by_sample = self.clip is not None and backend != REFERENCE
@@ -120,14 +132,20 @@ class FirstSteps:
             clip, rows = self._rows(module)
             self._reference[idle] = clip, rows, self._updates(module, REFERENCE, clip, rows)
         clip, rows, reference = self._reference[idle]
-        return self._updates(module, backend, clip, rows), reference
+        return self._updates(module, backend, clip, rows, precision), reference
 
     def _updates(
-        self, module: nn.Module, backend: str, clip: float | None, rows: dict[str, Any]
+        self,
+        module: nn.Module,
+        backend: str,
+        clip: float | None,
+        rows: dict[str, Any],
+        precision: Precision = "float32",
     ) -> torch.Tensor:
         """What the three clients have trained to, float32 [3, D]."""
         options: dict[str, Any] = {"backend": backend, "clip": clip, "task": self.form.task}
-        trainer = Trainer(module, self.local, seed=0, user_defined=True, **options)
+        options |= {"user_defined": True, "precision": precision}
+        trainer = Trainer(module, self.local, seed=0, **options)
         initial = rows["initial"]
         chunk = trainer.chunk(
             *(models.trained(module), rows["x"], rows["y"], SIZES),

@@ -82,7 +82,8 @@ def choose_backend(
         candidates = [REFERENCE]
     for name in candidates:
         check_backend(name, *demands)
-    matches, mismatches = _fit(candidates, partial(mismatch, module, local, form, clip=clip), times)
+    find_mismatch = partial(mismatch, module, local, form, clip=clip, precision=precision)
+    matches, mismatches = _fit(candidates, find_mismatch, times)
     if not matches:
         expected = f"auto or {REFERENCE}; {UNFIT_REASON}: {mismatches[backend]}"
         raise ConfigError("client.backend", backend, expected)

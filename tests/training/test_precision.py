@@ -3,7 +3,8 @@
 import pytest
 import torch
 from conftest import experiment, form
-from plain_loop import SHAPE, alone, made, rows, train
+from plain_loop import CLASSES, SHAPE, alone, made, rows, train
+from torch import nn
 from torch.nn import functional as F
 
 from raydpfl import models, run
@@ -11,6 +12,7 @@ from raydpfl.core import hardware
 from raydpfl.errors import ConfigError
 from raydpfl.methods.local import Local, Sgd
 from raydpfl.methods.local.adam import Adam
+from raydpfl.models.shared_and_local import freeze
 from raydpfl.simulation import provenance
 from raydpfl.simulation.resolution import resolve
 from raydpfl.training.backend_choice import choose_backend
@@ -65,6 +67,20 @@ def test_the_backend_is_one_that_has_bfloat16_and_the_log_names_another(caplog):
     assert choose_backend(made("cnn"), local, **low) == "convolutional"
     assert choose_backend(made("relu mlp"), local, **low) == "vmap"
     assert "cannot do products in bfloat16" in caplog.text
+
+
+@pytest.mark.parametrize("backend", ["one_batch", "vmap"])
+def test_a_backend_that_raises_in_bfloat16_is_refused_before_the_run(backend):
+    """BatchNorm under vmap takes no bfloat16, which the linear layer gives."""
+    layers = [nn.Flatten(), nn.Linear(72, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)]
+    module = nn.Sequential(*layers)
+    freeze(module, {"1.weight", "1.bias", "2.running_mean", "2.running_var"})
+    given = (module, Sgd(), form(SHAPE), backend)
+    assert choose_backend(*given) == backend
+    said = "does not fit the model: RuntimeError: expected scalar type BFloat16"
+    with pytest.raises(ConfigError, match=said):
+        choose_backend(*given, precision="bfloat16")
+    assert choose_backend(*given[:3], precision="bfloat16") == "loop"
 
 
 class Whole(Local):
