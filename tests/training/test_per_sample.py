@@ -5,6 +5,7 @@ import pytest
 import torch
 from plain_loop import METHODS, bound, check_updates, gradient_of, made, rows, step_noise, train
 from scipy import stats
+from torch import nn
 
 from raydpfl import models
 from raydpfl.core import native
@@ -12,6 +13,7 @@ from raydpfl.errors import ConfigError
 from raydpfl.methods.local import Sgd
 from raydpfl.training.backends import ghost_clipping, missing_requirement, vmap
 from raydpfl.training.backends.ghost_clipping import Layerwise
+from raydpfl.training.layers.pooled_convolution import Filters, Window
 from raydpfl.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,6 +63,47 @@ def test_a_ghost_norm_is_not_too_small_where_squares_underflow(positions, inputs
     g = torch.randn(20, positions, 32, generator=generator) * outputs
     norms = (g.double().mT @ a.double()).flatten(1).norm(dim=1)
     assert (ghost_clipping._ghost_squares(a, g).double().sqrt() >= norms * (1 - 1e-6)).all()
+
+
+def uneven(*shape: int) -> torch.Tensor:
+    """A few large numbers, and after them others whose squares are lost when float32 adds them up
+    one after another.
+    """
+    numbers = torch.full(shape, 0.999 * 2.0**-12)
+    numbers[..., :16] = 1
+    return numbers
+
+
+LONG = ("loop", "layerwise", "fused", "vmap", "one_batch", pytest.param("compiled", marks=compiled))
+
+
+@pytest.mark.parametrize("backend", LONG)
+def test_a_clipped_gradient_of_millions_of_numbers_is_as_long_as_the_bound(backend):
+    module = nn.Linear(10**6, 2, bias=False)
+    nn.init.zeros_(module.weight)
+    trainer = Trainer(module, Sgd(steps=1, batch=1, lr=1.0), backend=backend, seed=0, clip=1.0)
+    (block,) = trainer.chunk(
+        models.flatten(module), 1000 * uneven(1, 1, 10**6), torch.tensor([[0]]), [1],
+        t=0, clients=[0], draws=[0],
+    )  # fmt: skip
+    assert float(block.updates.double().norm()) == pytest.approx(1, abs=2e-6)
+
+
+def test_a_ghost_norm_of_long_inputs_is_exact():
+    a, g = uneven(1, 2, 10**5), torch.ones(1, 2, 3)
+    norm = (g.double().mT @ a.double()).norm()
+    assert float(ghost_clipping._ghost_squares(a, g).sqrt() / norm) == pytest.approx(1, abs=1e-6)
+
+
+@compiled
+def test_the_norm_of_a_filter_gradient_of_many_channels_is_exact():
+    channels = 1 << 13
+    window = Window((1, 1), (1, 1), (0, 0), ([1, 1], [1, 1], [0, 0], [1, 1], False))
+    filters = Filters(torch.ones(1, 1, 1, 1), channels, window)
+    filters.maxima(torch.zeros(channels, 1, 1, 1), None)
+    g = uneven(channels).view(1, channels, 1, 1)
+    filters.follow(g)
+    assert float(filters.squares() / g.double().square().sum()) == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize("wrong", [0.9e-12, 1.1e15, float("nan")])

@@ -242,7 +242,7 @@ int raydpfl_filters(const Filters *f, const float *images, const float *g, const
     Cells cells = cells_in(f, sums + floats);
     memset(sums, 0, floats * sizeof(float));
     for (int64_t s = 0; s < f->samples; s++) {
-        float square = 0;
+        double square = 0;
         collect_cells(f, g + s * step, where + s * step, &cells);
         for (int64_t c = 0; c < f->channels; c++) {
             float *buffer = squares ? sums : sums + c * size;

@@ -221,14 +221,31 @@ static void mirror(float *a, int64_t width, int64_t n) {
     }
 }
 
+/* Blocks are added up in float64: float32 would lose what is small beside the sum. */
+INLINE float squares_of(const float *a, int64_t width) {
+    double total = 0;
+    for (int64_t c = 0; c < width;) {
+        int64_t end = c + 16 * LANES < width ? c + 16 * LANES : width;
+        v16 block = all(0);
+        for (; c < end; c += LANES) {
+            v16 v = load(a + c);
+            block = fma16(v, v, block);
+        }
+        total += sum_of(block);
+    }
+    return total;
+}
+
 /* The products of the rows with one another, with those of their ones. */
 static void row_products(const Job *job, Workspace *ws, const float *x, int64_t rows) {
     int64_t width = padded(job->p);
     int64_t wide = padded(ws->most);
     float one = job->biases[0] < 0 ? 0 : 1;
     multiply_rows(x, width, x, width, rows, rows, width, ws->kernel, wide, 1);
-    for (int64_t r = 0; r < rows; r++)
+    for (int64_t r = 0; r < rows; r++) {
+        if (job->clip > 0) ws->kernel[r * wide + r] = squares_of(x + r * width, width);
         for (int64_t s = r; s < rows; s++) ws->kernel[r * wide + s] += one;
+    }
     mirror(ws->kernel, wide, rows);
 }
 
@@ -374,15 +391,6 @@ static double backward(const Job *job, Workspace *ws, const int64_t *rows, int64
         BY_KIND(job->activations[l], DERIVE)
     }
     return job->clip > 0 ? loss / b : loss;
-}
-
-INLINE float squares_of(const float *a, int64_t width) {
-    v16 total = all(0);
-    for (int64_t c = 0; c < width; c += LANES) {
-        v16 v = load(a + c);
-        total = fma16(v, v, total);
-    }
-    return sum_of(total);
 }
 
 static const float LOST = 0x1p-126f; /* at most, by the square of a float that underflows */

@@ -407,7 +407,8 @@ def clip_factors(norms: torch.Tensor, bound: float) -> torch.Tensor:
     that it shows in the update. Squares that underflow take 1e-19 sqrt(d) at most from a norm, far
     less than the least bound (`raydpfl.core.messages.BOUNDS`).
 
-    All in float32: a clipped gradient may be longer than the bound by a few 1e-7 of it.
+    All in float32, with squares added up by halves or in blocks, not one after another: a clipped
+    gradient may be longer than the bound by a few 1e-7 of it, and of 1e7 numbers by a few 1e-6.
     """
     return (bound / norms).clamp(max=1).add(norms, alpha=0)
 

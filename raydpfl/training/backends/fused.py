@@ -104,8 +104,8 @@ class _Layer:
         every sample's `g`: (||a||^2 + 1) ||g||^2. What underflow may have taken is added to both
         factors, as the other one may be large.
         """
-        norms = torch.linalg.vector_norm(self.inputs, dim=2, keepdim=True)
-        inputs = norms.square_().add_(len(self.parts) - 1 + UNDERFLOW_SQUARE * self.inputs.shape[2])
+        inputs = self.inputs.square().sum(2, keepdim=True)
+        inputs.add_(len(self.parts) - 1 + UNDERFLOW_SQUARE * self.inputs.shape[2])
         return inputs.mul_(g.square().sum(2, keepdim=True).add_(UNDERFLOW_SQUARE * g.shape[2]))
 
     def gradient(self, g: torch.Tensor, out: torch.Tensor) -> None:

@@ -139,24 +139,21 @@ def _uses_ghost_norm(layer: nn.Module, name: str, output: tuple[int, ...]) -> bo
 
 def _gradient_term(gradients: torch.Tensor) -> Term:
     flat = gradients.flatten(1)
-    return torch.linalg.vector_norm(flat, dim=1).square(), lambda s: (s @ flat).view(
-        gradients.shape[1:]
-    )
+    return flat.square().sum(1), lambda s: (s @ flat).view(gradients.shape[1:])
 
 
 def _ghost_squares(a: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """[B], from a [B, T, D] and g [B, T, p]."""
-    single_position = a.shape[1] == 1
-    # of the norms, so that neither underflow nor the slack's makes them too small
-    inputs, outputs = (
-        torch.linalg.vector_norm(part, dim=2)
-        + sqrt(part.shape[2] * UNDERFLOW_SQUARE / (1 if single_position else SLACK))
-        for part in (a, g)
-    )
-    squares = (inputs * outputs).sum(1).square()
-    if single_position:
-        return squares
-    return (torch.bmm(a, a.mT) * torch.bmm(g, g.mT)).sum((1, 2)) + squares * SLACK
+    if a.shape[1] == 1:
+        inputs, outputs = (  # norms, so that underflow makes neither too small
+            part.square().sum(2).sqrt() + sqrt(part.shape[2] * UNDERFLOW_SQUARE) for part in (a, g)
+        )
+        return (inputs * outputs).square().sum(1)
+    # in float64, as a float32 product adds up numbers one after another
+    inputs, outputs = (torch.bmm(part, part.mT) for part in (a.double(), g.double()))
+    products = inputs * outputs
+    norms = products.diagonal(dim1=1, dim2=2).sqrt().sum(1)
+    return (products.sum((1, 2)) + norms.square() * SLACK).float()
 
 
 def _scale(g: torch.Tensor, s: torch.Tensor) -> torch.Tensor:

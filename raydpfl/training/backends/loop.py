@@ -180,7 +180,7 @@ class Loop(OneByOne):
         factors = []
         for sample in zip(x.split(1), y.split(1), strict=True):
             losses += self._gradient(*sample, None)
-            factors.append(clip_factors(torch.linalg.vector_norm(self.gradient), clip))
+            factors.append(clip_factors(self.gradient.square().sum().sqrt(), clip))
             total += self.gradient * factors[-1]
         self.factors.append(torch.stack(factors))
         torch.div(total, len(x), out=self.gradient)
