@@ -194,3 +194,37 @@ def test_a_bounding_gives_the_factor_of_one_norm_or_those_of_many():
     assert member.factor(4.0, 1.0) == 0.125 and member.factor(0.5, 1.0) == 0.5
     many = member.factors(torch.tensor([4.0]), 1.0)
     assert many.tolist() == [0.125]
+
+
+class Quarter:
+    """A mixin with `factor` alone."""
+
+    def factor(self, norm, bound):
+        return 0.25 * min(1.0, bound / norm)
+
+
+class Half:
+    """A mixin with `factors` alone."""
+
+    def factors(self, norms, bound):
+        return 0.5 * torch.clamp(bound / norms, max=1.0)
+
+
+def test_a_mixins_factor_counts_where_it_stands_before_the_base():
+    class One(Quarter, bounding.Clip):
+        pass
+
+    class Many(Half, Quarters):
+        pass
+
+    class After(bounding.Clip, Quarter):
+        pass
+
+    norms = torch.tensor([4.0, 0.5], dtype=torch.float64)
+    for member, factors in (
+        (One(bound=1.0), [0.0625, 0.25]),
+        (Many(), [0.125, 0.5]),
+        (After(bound=1.0), [0.25, 1.0]),
+    ):
+        assert member.factors(norms, 1.0).tolist() == factors
+        assert [member.factor(norm, 1.0) for norm in norms.tolist()] == factors

@@ -138,6 +138,36 @@ def test_a_class_with_a_rule_of_its_own_is_not_taken_for_a_linear_one():
     assert Known().linear() == LinearRule(momentum=0.9)
 
 
+def test_a_mixins_rule_counts_where_it_is_the_one_that_a_class_has():
+    class Signs:
+        def step(self, x, gradient, state, at):
+            return x - at.lr * gradient.sign(), state
+
+    class Signed(Signs, Sgd):
+        pass
+
+    class SignedToo(Signed):
+        pass
+
+    class Plain(Sgd, Signs):
+        pass
+
+    class Known(Signs, Nesterov):
+        def linear(self):
+            return LinearRule(momentum=self.beta)
+
+    class Perturbed(Local):
+        def perturb(self, x, gradient, state, at):
+            return x + gradient
+
+    class PerturbedSgd(Sgd, Perturbed):
+        pass
+
+    assert Signed().linear() is None and SignedToo().linear() is None
+    assert Plain().linear() == LinearRule() and Known().linear() == LinearRule(momentum=0.9)
+    assert PerturbedSgd().perturbs and PerturbedSgd().linear() is None
+
+
 def test_plain_gradient_descent_is_the_rule_of_a_class_that_gives_none():
     class Mine(Local):
         def learning_rate(self, t):

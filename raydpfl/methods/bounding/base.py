@@ -57,9 +57,12 @@ class Bounding(WithServerState):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        """A class with another `factor`, or other `factors`, does not inherit the other."""
+        """A class with another `factor`, or other `factors`, its own or a mixin's, does not inherit
+        the other.
+        """
         super().__pydantic_init_subclass__(**options)
-        overridden = {"factor", "factors"} & vars(cls).keys()
+        overrides_by_class = ({"factor", "factors"} & vars(base).keys() for base in cls.__mro__)
+        overridden = next(filter(None, overrides_by_class))
         if overridden == {"factor"}:
             cls.factors = Bounding.factors  # type: ignore[method-assign]
         if overridden == {"factors"}:

@@ -152,9 +152,12 @@ class Local(Schedule, WithServerState):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """A class with another rule does not inherit the coefficients of its base."""
+        """A class with another rule, its own or a mixin's, does not inherit the coefficients of its
+        base.
+        """
         super().__pydantic_init_subclass__(**kwargs)
-        if vars(cls).keys() & RULED and "linear" not in vars(cls):
+        owner = next(base for base in cls.__mro__ if "linear" in vars(base))
+        if any(getattr(cls, name) is not getattr(owner, name) for name in RULED):
             cls.linear = _no_linear_rule  # type: ignore[method-assign]
 
     # --- steps, batches and learning rates, as accountants and every backend know them ---
