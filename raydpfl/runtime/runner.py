@@ -33,7 +33,7 @@ from raydpfl.simulation import export
 from raydpfl.simulation.plan import Plan
 from raydpfl.simulation.provenance import versions
 from raydpfl.simulation.resolution import resolve
-from raydpfl.simulation.resume import check_repeatable, check_same_run
+from raydpfl.simulation.resume import check_repeatable, check_same_run, restore_resolved_keys
 from raydpfl.simulation.user_code import CODE_FOLDER, store_code
 from raydpfl.storage.files import LOCK, folder_lock
 from raydpfl.storage.run_files import make_folder, replace_file, write_json
@@ -104,6 +104,8 @@ def run(
         if fresh_noise and not resume:
             raise ConfigError("--fresh-noise", True, "--resume as well, for a run that has begun")
         _check_folder(folder, resume)
+        if resume:
+            experiment = restore_resolved_keys(experiment, folder)
         with single_blas(), Launcher(experiment.client, address, on_stage) as launcher:
             on_stage(PREPARING)
             with wrap_user_errors():

@@ -1,6 +1,7 @@
 """Whether a run can continue, and from where.
 
-Before anything starts `check_same_run` compares configs. The coordinator begins with `take_up`: it
+Before anything starts `restore_resolved_keys` fills in what the run has resolved, and
+`check_same_run` compares configs. The coordinator begins with `take_up`: it
 finds the newest checkpoint that the run can continue from, and refuses one that another run has
 written or that the ledger contradicts.
 """
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from raydpfl.config.overrides import flatten
 from raydpfl.config.registry import choose
 from raydpfl.config.yaml import read
 from raydpfl.core.messages import State
@@ -22,6 +24,13 @@ from raydpfl.simulation.checkpoint import Checkpoint, RunState, check_state, loa
 from raydpfl.simulation.plan import DISPLAY_SECTIONS, FREE_KEYS, Plan
 from raydpfl.simulation.privacy_budget import FRESH_NOISE, Account
 from raydpfl.storage.tables import StoredTable
+
+# Keys that a run resolves before it writes its config, by the value that leaves them open.
+RESOLVED_KEYS = {
+    "client.chunk": "auto",
+    "client.backend": "auto",
+    **{f"noise.{key}": None for key in ("coefficients", "decays", "scales", "norm", "momentum")},
+}
 
 
 def take_up(
@@ -99,17 +108,38 @@ def check_origin(plan: Plan, stored_origin: dict[str, str], fresh_noise: bool) -
         raise RunError(f"the run cannot go on as it began, as {bits}; {FRESH_NOISE}")
 
 
-def check_same_run(experiment: Experiment, folder: Path) -> None:
-    """Raises `ConfigError` when `folder` holds a run that would have computed something else."""
+def restore_resolved_keys(experiment: Experiment, folder: Path) -> Experiment:
+    """The experiment with what the run in `folder` has resolved, where it leaves that open: so a
+    run that continues never resolves it differently, on another node or another day.
+    """
+    stored_values = flatten(_stored_config(folder))
+    tree = experiment.to_dict()
+    for key, open_value in RESOLVED_KEYS.items():
+        section, name = key.split(".")
+        values = tree[section]
+        same_kind = values.get("kind") == stored_values.get(f"{section}.kind")
+        if same_kind and key in stored_values and values.get(name) == open_value:
+            values[name] = stored_values[key]
+    return Experiment.from_dict(tree)
+
+
+def _stored_config(folder: Path) -> dict[str, Any]:
+    """What `config.yaml` of a run holds. Raises `ConfigError`."""
     path = folder / "config.yaml"
     if not os.path.lexists(path):
         raise ConfigError("--resume", str(folder), "the directory of a run; it has no config.yaml")
-    stored_config = read(path, "--resume")
-    requested_config = experiment.to_dict()
-    if not isinstance(stored_config, dict) or not stored_config:
-        problem = "empty" if stored_config in ({}, [], "") else "no mapping"
+    config = read(path, "--resume")
+    if not isinstance(config, dict) or not config:
+        problem = "empty" if config in ({}, [], "") else "no mapping"
         expected = f"the directory of a run; its config.yaml is {problem}"
         raise ConfigError("--resume", str(folder), expected)
+    return config
+
+
+def check_same_run(experiment: Experiment, folder: Path) -> None:
+    """Raises `ConfigError` when `folder` holds a run that would have computed something else."""
+    stored_config = _stored_config(folder)
+    requested_config = experiment.to_dict()
     longer = _adds_rounds(experiment, stored_config, folder)
     free = {*FREE_KEYS, *DISPLAY_SECTIONS, *(("rounds", "noise.rounds") if longer else ())}
     requested_values, stored_values = (_keys(tree) for tree in (requested_config, stored_config))

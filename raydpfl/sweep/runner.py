@@ -19,6 +19,7 @@ from raydpfl.privacy import Composition
 from raydpfl.report.labels import count_text
 from raydpfl.simulation import user_code
 from raydpfl.simulation.resolution import resolve
+from raydpfl.simulation.resume import restore_resolved_keys
 from raydpfl.storage.run_files import replace_file
 from raydpfl.sweep.optuna import Dashboard, optuna, propose_settings
 from raydpfl.sweep.resources import Resources
@@ -26,7 +27,7 @@ from raydpfl.sweep.results import SweepResult, gather, score
 from raydpfl.sweep.search_privacy import private_search_composition, search_composition
 from raydpfl.sweep.search_runner import SearchRunner, remove_file
 from raydpfl.sweep.sweep import Sweep
-from raydpfl.sweep.trials import SearchSetting, override_text, restore_resolved_keys
+from raydpfl.sweep.trials import SearchSetting, override_text
 from raydpfl.sweep.tune import execute
 from raydpfl.tracking import check_installed
 

@@ -34,17 +34,11 @@ from raydpfl.experiment import Experiment
 from raydpfl.models import metric_columns
 from raydpfl.report.run_reader import numbers, read_table
 from raydpfl.simulation.plan import DISPLAY_SECTIONS, FREE_KEYS
+from raydpfl.simulation.resume import RESOLVED_KEYS
 from raydpfl.simulation.user_code import CODE_FOLDER, differing_modules
 from raydpfl.storage.files import read_json
-from raydpfl.sweep.spaces import fill_spaces
 
 FINISHED_STATUSES = ("completed", "budget", "stopped")  # a trial that is not run again
-# Keys that a run resolves before it writes its config, by the value that leaves them open.
-RESOLVED_KEYS = {
-    "client.chunk": "auto",
-    "client.backend": "auto",
-    **{f"noise.{key}": None for key in ("coefficients", "decays", "scales", "norm", "momentum")},
-}
 # A directory that holds any of these has a run in it, or the remains of one.
 REMAINS = ("ledger.jsonl", "rounds.parquet", "checkpoints", "summary.json")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # the colours of Ray's messages
@@ -202,18 +196,6 @@ def meaning(experiment: Experiment, searched_keys: Collection[str] = ()) -> dict
         if not f"{key}.".startswith(searched_prefixes):
             leaves.pop(key, None)
     return leaves
-
-
-def restore_resolved_keys(experiment: Experiment, folder: Path) -> Experiment:
-    """The experiment with what the run in `folder` has resolved, where it leaves that open: so a
-    trial that continues never resolves it differently, on another node or another day.
-    """
-    values = flatten(read(folder / "config.yaml"))
-    tree = experiment.to_dict()
-    leaves = flatten(tree)
-    keys = [key for key, value in RESOLVED_KEYS.items() if key in leaves and leaves[key] == value]
-    tree = fill_spaces(tree, {key: values[key] for key in keys if key in values})
-    return Experiment.from_dict(tree)
 
 
 def identity(values: Mapping[str, Any]) -> str:

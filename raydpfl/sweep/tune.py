@@ -39,7 +39,7 @@ from raydpfl.storage.tables import read_log
 from raydpfl.sweep.resources import Resources, fits
 from raydpfl.sweep.search_runner import SearchRunner, describe
 from raydpfl.sweep.timeouts import Timeouts
-from raydpfl.sweep.trials import FINISHED_STATUSES, Trial, restore_resolved_keys
+from raydpfl.sweep.trials import FINISHED_STATUSES, Trial
 
 RETRIES = 2  # of a trial whose process died; it continues from its checkpoint
 LOOK = 0.5  # seconds between two looks at the trials and the cluster
@@ -419,7 +419,7 @@ class TrialActor(tune.Trainable):
             # whether this node sees no disk of the driver's
             is_isolated = self._is_remote() and not self._work["mark"]
             runs.run(
-                restore_resolved_keys(experiment, folder) if has_config else experiment,
+                experiment,
                 folder,
                 resume=has_config,
                 data_root=self._work["data_root"],

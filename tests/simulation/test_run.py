@@ -87,6 +87,15 @@ def test_the_written_config_is_complete_and_gives_the_run_again(tmp_path):
     assert run(again, tmp_path / "b").summary["model_sha256"] == first.summary["model_sha256"]
 
 
+def test_a_resumed_run_keeps_to_what_it_has_chosen(tmp_path):
+    chosen = experiment(client={"actors": 0, "backend": "loop", "chunk": 3})
+    run(chosen, tmp_path / "out", on_rows=lambda rows: rows[-1]["round"] == 1)
+    # by itself it would choose another backend and another chunk
+    left_open = experiment(client={"actors": 0, "backend": "auto", "chunk": "auto"})
+    result = run(left_open, tmp_path / "out", resume=True)
+    assert (result.experiment.client.backend, result.experiment.client.chunk) == ("loop", 3)
+
+
 def test_every_row_has_the_epsilon_so_far_and_observers_are_reported_apart(tmp_path):
     result = run(experiment(privacy={"accountants": ["pld", "rdp", "paper"]}), tmp_path / "out")
     for name in ("pld", "rdp", "paper"):
