@@ -7,7 +7,7 @@ from plain_loop import CLASSES, SHAPE, alone, mlp, net, rows, train
 from torch import nn
 
 from raydpfl.core import native
-from raydpfl.methods.local import Adam, Sgd
+from raydpfl.methods.local import Adam, Sam, Sgd
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs = pytest.mark.skipif(native.library() is None, reason="nothing is compiled here")
@@ -33,7 +33,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("local", [Sgd(steps=3, batch=4), Sgd(epochs=1.5, batch=4), Adam(steps=2)])
+LOCALS = [Sgd(steps=3, batch=4), Sgd(epochs=1.5, batch=4), Adam(steps=2), Sam(steps=2, rho=0.5)]
+
+
+@pytest.mark.parametrize("local", LOCALS)
 @pytest.mark.parametrize("module,backend", CASES)
 def test_a_backend_trains_a_client_on_the_masks_that_the_loop_draws(module, backend, local):
     x, y = rows()

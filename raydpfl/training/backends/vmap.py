@@ -312,6 +312,7 @@ class Vmap(Backend):
             direction = list(gradients.values())
             if self.local.perturbs and steps.linear is None:
                 point = self._name_parts(steps.perturbed_parameters(direction, step))
+                batch = batch._replace(masks=self._masks(chunk, draws, weights, batch))
                 direction = list(gradients_of(point, batch)[0].values())
             noise = chunk.step_noise(step)
             if noise is not None:
