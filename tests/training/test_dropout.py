@@ -22,6 +22,15 @@ def convolutions() -> nn.Module:
     )
 
 
+def dropped_features() -> nn.Module:
+    """Dropout behind the flattening, as in AlexNet."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(2, 5, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Dropout(0.5), nn.Linear(45, 8), nn.ReLU(), nn.Linear(8, CLASSES)),
+    )
+
+
 def dense() -> nn.Module:
     torch.manual_seed(0)
     return mlp(nn.Linear(72, 8), nn.ReLU(), nn.Dropout(0.4), nn.Linear(8, CLASSES))
@@ -29,6 +38,7 @@ def dense() -> nn.Module:
 
 CASES = [
     pytest.param(convolutions, "convolutional", marks=needs),
+    pytest.param(dropped_features, "convolutional", marks=needs),
     *((convolutions, "vmap"), (dense, "vmap")),
 ]
 

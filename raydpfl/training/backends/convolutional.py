@@ -253,9 +253,10 @@ def clipping_refusal(chain: Sequence[Link]) -> str | None:
 
 
 def links(module: nn.Module) -> tuple[Link, ...]:
-    """The links of a chain (convolution [activation] [max-pooling] [dropout])*, flatten, (Linear
-    [activation] [dropout])*: convolutions, dropout and linear layers are modules, the others
-    modules or functions, and max-pooling may come before the activation.
+    """The links of a chain (convolution [activation] [max-pooling] [dropout])*, flatten,
+    [activation] [dropout], (Linear [activation] [dropout])*: convolutions, dropout and linear
+    layers are modules, the others modules or functions, and max-pooling may come before the
+    activation.
 
     Raises `NoStack` for anything else; see `raydpfl.models.linear_stack.stack`.
     """
@@ -278,6 +279,8 @@ def links(module: nn.Module) -> tuple[Link, ...]:
         raise NoStack(CHAIN_MESSAGE)
     # the first linear layer has its columns in the order of images with channels last
     dense_index = kinds.index(Dense)
+    # what is between is by number, and draws its masks in the order of axes, which images have
+    chain.insert(dense_index - 1, chain.pop(flat))
     dense = chain[dense_index]
     assert isinstance(dense, Dense)
     outputs, inputs = dense.weight.shape
