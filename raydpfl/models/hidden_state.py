@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 from torch import nn
 
 from raydpfl.config.source_code import LIBRARIES, SHIPPED_PACKAGES
@@ -50,7 +51,8 @@ def python_state(*roots: Any) -> dict[str, bytes]:
                 if file and owner.__module__.partition(".")[0] not in LIBRARY_PACKAGES:
                     files[owner.__module__] = file
                     _take(texts, vars(owner), f"{owner.__qualname__}.")
-            _take(texts, getattr(part, "__pydantic_private__", None) or {}, "")
+            if isinstance(part, BaseModel):
+                _take(texts, part.__pydantic_private__ or {}, "")
             if isinstance(part, nn.Module):
                 _take(texts, vars(part), f"{name}." if name else "")
     for name, file in files.items():
