@@ -541,11 +541,11 @@ def test_a_fault_of_the_gpu_is_no_clients_and_ends_the_use_of_the_process(
 class Faulty(FAMILY["clip"]):
     """Loses its GPU once, as far as anybody can see."""
 
-    flag: str = ""
+    folder: str = ""
 
     def factors(self, norms, bound):
         try:
-            Path(self.flag).touch(exist_ok=False)  # both actors may come here at once
+            Path(self.folder, "lost").touch(exist_ok=False)  # both actors may come here at once
         except FileExistsError:
             return super().factors(norms, bound)
         raise DeviceLost("the GPU failed: CUDA error: device-side assert triggered")
@@ -553,7 +553,7 @@ class Faulty(FAMILY["clip"]):
 
 @pytest.mark.slow
 def test_an_actor_that_has_lost_its_gpu_is_replaced_and_the_bits_stay(tmp_path, shared_ray):
-    bounding = {"kind": f"{__name__}:Faulty", "bound": 1.0, "flag": str(tmp_path / "flag")}
+    bounding = {"kind": f"{__name__}:Faulty", "bound": 1.0, "folder": str(tmp_path)}
     faulty = run(experiment(bounding=bounding, client={"actors": 2}), tmp_path / "faulty").summary
     assert faulty["replaced_actors"] == 1
     again = run(experiment(bounding=bounding, client={"actors": 0}), tmp_path / "again").summary
