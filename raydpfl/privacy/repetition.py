@@ -27,7 +27,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-from scipy.special import exprel
 
 from raydpfl.errors import ConfigError
 from raydpfl.privacy import rdp
@@ -78,6 +77,8 @@ class Repetition:
 
     def draw(self, generator: np.random.Generator) -> int:
         """How many runs there are."""
+        from scipy.special import exprel
+
         if self.runs == "poisson":
             return int(generator.poisson(self.mean))
         if self.mean == 1:
