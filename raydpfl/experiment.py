@@ -259,10 +259,11 @@ class Experiment(Section):
         return {file for section, member in self._members() for file in _files(section, member)}
 
     def user_files(self) -> set[tuple[str, str]]:
-        """Those of `named_files` that user-defined members name, but for `model.init`, of which
-        `Model.meaning` has the contents.
+        """Those of `named_files` that user-defined members name, but for those of data and
+        `model.init`, whose contents `Plan.shards` and `Model.meaning` have.
         """
         members = [(name, member) for name, member in self._members() if is_path(member.kind)]
+        members = [pair for pair in members if pair[0].partition(".")[0] != "data"]
         files = {file for section, member in members for file in _files(section, member)}
         return {(field, name) for field, name in files if field != "model.init"}
 

@@ -107,8 +107,9 @@ class CanaryRun(Coordinator):
 
     def unreleased(self) -> tuple[str, ...]:
         """The rounds that it ended before, in words."""
-        rest = self.experiment.rounds - len(self.rounds)
-        return (f"the last {rest} rounds ({self.end_reason})",) if self.end_reason else ()
+        rounds = self.experiment.rounds
+        words = f"the last {rounds - len(self.rounds)} of {rounds} rounds ({self.end_reason})"
+        return (words,) if self.end_reason else ()
 
     def _ledger_text(self) -> bytes:
         path = self.ledger.path

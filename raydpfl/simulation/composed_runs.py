@@ -35,10 +35,11 @@ from raydpfl.simulation.resolution import resolve
 
 # the sections on which a run's releases depend, next to those that its members name
 ACCOUNTED = ("rounds", "data", "selection", "bounding", "noise", "weights", "privacy", "evaluate")
-# fields of data that say what a row looks like, and not whose it is
-_LOOKS = {
-    *("channels", "dtype", "features", "length", "mean", "normalize", "size", "std", "task"),
-    *("tokenizer", "vocabulary"),
+# fields of data that say which rows there are, and whose each is; all others are of their looks
+_DIVISION = {
+    *("kind", "clients", "sizes", "partition", "client", "split_by", "test_fraction", "train"),
+    *("path", "text", "speaker", "apart", "samples", "u", "v", "iid"),
+    *("dimension", "rank", "variance", "optima", "heterogeneity", "a", "b"),
 }
 
 
@@ -102,8 +103,7 @@ def compose(
     plans = [_plan(run, data_root) for run in runs]
     _check_steps(runs, plans)
     for (run_a, plan_a), (run_b, plan_b) in combinations(zip(runs, plans, strict=True), 2):
-        keys = ({*run_a.keys} or {plan_a.noise_key}) & ({*run_b.keys} or {plan_b.noise_key})
-        if keys:
+        if ({*run_a.keys} or {plan_a.noise_key}) & ({*run_b.keys} or {plan_b.noise_key}):
             expected = f"runs with noise of their own; {run_a.name} and {run_b.name} have the "
             expected += "same (one release, or two whose difference is free of noise: noise.common)"
             raise ConfigError("RUN", run_b.name, expected)
@@ -252,7 +252,7 @@ def _digests(plan: Plan) -> dict[str, Any]:
 def _people(plan: Plan) -> Any:
     """The data by which rows are divided among clients."""
     data = plan.experiment.data
-    division = data.model_dump(mode="json", exclude={*_LOOKS, "seed"})
+    division = data.model_dump(mode="json", include=_DIVISION)
     if _has_fixed_people(plan):
         return division, None, None
     seed = plan.experiment.seed if data.seed is None else data.seed

@@ -216,12 +216,15 @@ def file_facts(experiment: Experiment, data_root: Path | None) -> dict[str, str]
     """
     contents: dict[str, list] = {}
     for field, name in sorted(experiment.user_files()):
-        path = find_file(field, name, data_root, "file or folder").absolute()
-        files = sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]
-        contents.setdefault(f"file {field}", []).extend(
-            [file.relative_to(path).as_posix(), *file_identity(field, str(file), None)]
-            for file in files
-        )
+        # by a relative name the class may read that of the working folder, or that of the data root
+        paths = {find_file(field, name, data_root, "file or folder").absolute()}
+        paths |= {Path(name).absolute()} if os.path.exists(name) else set()
+        for path in sorted(paths):
+            files = sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]
+            contents.setdefault(f"file {field}", []).extend(
+                [file.relative_to(path).as_posix(), *file_identity(field, str(file), None)]
+                for file in files
+            )
     return {field: check(*parts)[:16] for field, parts in contents.items()}
 
 

@@ -12,6 +12,7 @@ from raydpfl.config.yaml import read
 from raydpfl.errors import ConfigError
 from raydpfl.experiment import Experiment
 from raydpfl.privacy import Composition, RunRelease
+from raydpfl.report.labels import count_text
 from raydpfl.simulation.composed_runs import StoredRun, best_of_trials, compose_trials
 from raydpfl.sweep.spaces import Interval
 from raydpfl.sweep.sweep import Sweep
@@ -81,10 +82,10 @@ def compose_search(
         ]
     except ConfigError as error:
         return Composition(notes=(UNREADABLE.format(error),))
-    lost = {run.name for run in started_runs if not run.ledger}
-    lost &= {path.name for path, _ in runs if has_rounds(path, counts_failed=False)}
+    empty = {run.name for run in started_runs if not run.ledger}
+    lost = [path.name for path, _ in runs if path.name in empty and has_rounds(path, False)]
     if lost:
-        reason = f"the ledger of {min(lost)} has no whole line"
+        reason = f"the ledger of {lost[0]} has no whole line"
         return Composition(notes=(UNREADABLE.format(reason),))
     # runs that differ in nothing that they release are one, as long as the longest
     started_runs.sort(key=lambda run: run.experiment.rounds)
@@ -102,7 +103,7 @@ def compose_search(
         return None
     without_noise = sum(not experiment.private and has_rounds(path) for path, experiment in runs)
     if without_noise:
-        return Composition(notes=(f"{without_noise} of these runs are without noise",))
+        return Composition(notes=(f"{count_text(without_noise, 'run')} without noise",))
     try:
         compositions = compose_trials([*longest_runs.values()], data_root, adaptive)
     except ConfigError as error:

@@ -370,7 +370,7 @@ class Sweep:
             expected = "noise on what clients send, or on its sum, in every trial of sweep.private"
             raise ConfigError("noise.kind", experiment.noise.kind, expected)
         if not experiment.noise.repeatable:
-            expected = "keyed with sweep.private: the best model is had by its run once more, "
+            expected = "keyed with sweep.private: the best model comes of repeating its run, "
             expected += "which with noise of the system releases another"
             raise ConfigError("noise.source", "system", expected)
 

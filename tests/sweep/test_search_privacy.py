@@ -296,13 +296,17 @@ def test_two_runs_with_noise_of_the_system_are_two_releases(tmp_path):
     assert joint.epsilon.epsilon >= both  # that of runs one after another
 
 
-def test_how_rows_look_makes_no_other_people():
+def test_how_rows_look_makes_no_other_people(tmp_path):
     data = {"kind": "fashion_mnist_mini", "clients": 20}
-    runs = [
-        StoredRun(str(flag), experiment(data={**data, "normalize": flag})) for flag in (True, False)
-    ]
-    (together,) = compose_trials(runs)
-    assert len(together.runs) == 2
+    images = [{**data, "normalize": flag} for flag in (True, False)]
+    rows = "".join(f"{n % 7},{n % 5},{n % 2}\n" for n in range(400))
+    (tmp_path / "rows.csv").write_text("a,b,y\n" + rows)
+    table = {"kind": "table", "train": str(tmp_path / "rows.csv"), "y": "y", "clients": 20}
+    columns = [{**table, "x": names} for names in (["a", "b"], ["a"])]
+    for pair in (images, columns):
+        runs = [StoredRun(str(place), experiment(data=one)) for place, one in enumerate(pair)]
+        (together,) = compose_trials(runs)
+        assert len(together.runs) == 2
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "ledger.jsonl"])
@@ -327,7 +331,7 @@ def test_a_trial_without_noise_leaves_a_search_without_an_epsilon(tmp_path):
     noises = [{"kind": "none"}, {"kind": "gaussian", "multiplier": 1.0, "delta": 1e-5}]
     sweep = private(local={}, rounds=1, noise={"grid": noises}, sweep={})
     summary = finished(sweep, tmp_path).gather(is_over=True).summary
-    assert summary["guarantees"] == [] and "1 of these runs are without noise" in summary["choice"]
+    assert summary["guarantees"] == [] and "1 run without noise" in summary["choice"]
 
 
 def test_trials_with_common_noise_have_no_epsilon(tmp_path):

@@ -491,6 +491,16 @@ def test_a_branch_that_a_small_gate_hides_is_compared_too(gate, backend):
         choose_backend(module, Sgd(), form(SHAPE), backend, clip=1.0)
 
 
+def test_a_gate_without_an_axis_keeps_no_net_from_a_backend():
+    def forward(self, x):
+        h = self.first(x.flatten(1))
+        return self.last(h + self.gate * torch.relu(h))
+
+    gate = nn.Parameter(torch.tensor(0.0))
+    module = net("Rezero", forward, gate=gate, first=nn.Linear(72, 6), last=last(6))
+    assert choose_backend(module, Sgd(), form(SHAPE), "vmap") == "vmap"
+
+
 def test_a_small_parameter_keeps_its_signs_where_it_is_compared():
     """Of a net with the square root of one, no backend would fit else."""
     forward = lambda self, x: self.last(x.flatten(1)) * self.variance.sqrt()  # noqa: E731
@@ -538,6 +548,14 @@ def test_whole_batches_run_through_no_module_that_mixes_rows_far_from_each_other
     said = "with one row times .* its outputs for the others are off by"
     with pytest.raises(ConfigError, match=said):
         choose_backend(module, Sgd(), form(SHAPE), backend, clip=1.0)
+
+
+def test_a_net_that_takes_no_far_rows_is_trained_in_whole_batches():
+    def forward(self, x):
+        return self.last(self.table((9 * x.flatten(1)).long()).mean(1))
+
+    module = net("Levels", forward, table=nn.Embedding(10, 3), last=last(3))
+    assert choose_backend(module, Sgd(), form(SHAPE), "layerwise", clip=1.0) == "layerwise"
 
 
 def test_whole_batches_run_through_no_module_that_mixes_rows_of_a_token():

@@ -163,6 +163,17 @@ def test_a_mixins_rule_counts_where_it_is_the_one_that_a_class_has():
     class PerturbedSgd(Sgd, Perturbed):
         pass
 
+    class Decay:
+        def linear(self):
+            return LinearRule(decay=0.5)
+
+    class Decayed(Decay, Sgd):
+        pass
+
+    class SignedDecay(Signs, Decay, Sgd):
+        pass
+
+    assert Decayed().linear() == LinearRule(decay=0.5) and SignedDecay().linear() is None
     assert Signed().linear() is None and SignedToo().linear() is None
     assert Plain().linear() == LinearRule() and Known().linear() == LinearRule(momentum=0.9)
     assert PerturbedSgd().perturbs and PerturbedSgd().linear() is None

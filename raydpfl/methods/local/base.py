@@ -157,7 +157,10 @@ class Local(Schedule, WithServerState):
         """
         super().__pydantic_init_subclass__(**kwargs)
         owner = next(base for base in cls.__mro__ if "linear" in vars(base))
-        if any(getattr(cls, name) is not getattr(owner, name) for name in RULED):
+        hooks = {name: getattr(cls, name) for name in RULED}
+        has_others = any(getattr(owner, name, hook) is not hook for name, hook in hooks.items())
+        earlier_classes = cls.__mro__[: cls.__mro__.index(owner)]
+        if has_others or any(RULED & vars(base).keys() for base in earlier_classes):
             cls.linear = _no_linear_rule  # type: ignore[method-assign]
 
     # --- steps, batches and learning rates, as accountants and every backend know them ---

@@ -39,7 +39,7 @@ from raydpfl.report.tables import Row, Table
 
 # Of `data`, what decides which client has which rows, and how a row is put: not which there are.
 PARTITION_KEYS = ("clients", "sizes", "partition", "seed", "features", "normalize", "mean", "std")
-# Beginnings of keys that say how a run is carried out, not what of.
+# Beginnings of keys that say how a run is carried out, and nothing of what it computes.
 EXECUTION_KEYS = (
     *("client.actors", "client.num_cpus", "client.num_gpus", "client.timeout"),
     *("client.chunk", "client.backend", "measure", "track"),
