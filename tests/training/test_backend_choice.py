@@ -501,6 +501,13 @@ def test_a_gate_without_an_axis_keeps_no_net_from_a_backend():
     assert choose_backend(module, Sgd(), form(SHAPE), "vmap") == "vmap"
 
 
+def test_an_activation_behind_another_and_a_flattening_is_left_to_other_backends():
+    """It would write into what the first one's gradient is taken of."""
+    layers = (nn.Conv2d(2, 4, 3), nn.MaxPool2d(2), nn.Sigmoid(), nn.Flatten(), nn.Tanh())
+    with pytest.raises(NoStack, match="an activation follows another"):
+        convolutional.links(nn.Sequential(*layers, nn.Linear(16, CLASSES)))
+
+
 def test_a_small_parameter_keeps_its_signs_where_it_is_compared():
     """Of a net with the square root of one, no backend would fit else."""
     forward = lambda self, x: self.last(x.flatten(1)) * self.variance.sqrt()  # noqa: E731

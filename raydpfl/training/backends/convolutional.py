@@ -265,8 +265,8 @@ def links(module: nn.Module) -> tuple[Link, ...]:
     for link in reversed([_link(places, call) for call in reverse_calls(module)]):
         if isinstance(link, tuple):
             _attach(link, chain)
-        elif isinstance(link, Pointwise) and chain and isinstance(chain[-1], Pointwise):
-            raise NoStack("an activation follows another")
+        elif isinstance(link, Pointwise) and _ends_in_activation(chain):
+            raise NoStack("an activation follows another")  # in whose output it would write
         elif link is not None:
             chain.append(link)
     kinds = [type(link) for link in chain]
@@ -292,6 +292,12 @@ def links(module: nn.Module) -> tuple[Link, ...]:
     shape = (outputs, inputs // channels, channels)
     chain[dense_index] = replace(dense, weight=replace(dense.weight, shape=shape, axes=(0, 2, 1)))
     return tuple(chain)
+
+
+def _ends_in_activation(chain: Sequence[Link]) -> bool:
+    """Whether it does, a flattening aside, which is a view."""
+    links = [link for link in chain if not isinstance(link, Flat)]
+    return bool(links) and isinstance(links[-1], Pointwise)
 
 
 def _attach(pool: Pool, chain: list[Link]) -> None:
