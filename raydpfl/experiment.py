@@ -274,10 +274,8 @@ class Experiment(Section):
                 user_classes.check_required_methods(type(member), section, member.kind)
 
     def accounted_with(self) -> set[str]:
-        """The other sections on which what a member spends depends."""
-        names = {name for _, member in self._members() for name in member.accounted_with}
-        kept = {"local": self.local.stateful, "model": bool(self.model.local)}  # by clients
-        return names | {name for name, is_kept in kept.items() if is_kept}
+        """The sections on which what a run spends depends by its members."""
+        return {name for _, member in self._members() for name in member.accounted_with}
 
     def warnings(self) -> list[str]:
         """What readers of the results should know, in words (`Member.warnings`)."""

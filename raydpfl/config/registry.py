@@ -41,14 +41,17 @@ class Section(BaseModel):
 class Member(Section):
     """Base of all members. Its fields are the keys of its section in the config."""
 
-    # other sections that the privacy it spends depends on
-    accounted_with: ClassVar[tuple[str, ...]] = ()
     # settings worth running, each a mapping of fields: `raydpfl check` runs each of them
     examples: ClassVar[Examples] = ({},)
     file_fields: ClassVar[frozenset[str]] = frozenset()  # fields that name files
     added_fields: ClassVar[frozenset[str]] = frozenset()  # fields added later: see `meaning`
 
     kind: str = ""
+
+    @property
+    def accounted_with(self) -> tuple[str, ...]:
+        """Sections, its own too, on which the privacy that a run spends depends by it."""
+        return ()
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:

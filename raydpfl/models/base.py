@@ -98,6 +98,10 @@ class Model(Member):
             raise ConfigError("selection.kind", setting.kinds["selection"], expected)
 
     @property
+    def accounted_with(self) -> tuple[str, ...]:
+        return ("model",) if self.local else ()
+
+    @property
     def exclusions(self) -> tuple[str, ...]:
         """What of it no accountant counts, in words."""
         exclusions: tuple[str, ...] = ()

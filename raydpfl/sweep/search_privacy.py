@@ -92,7 +92,7 @@ def compose_search(
     # common noise is that of other releases too, and that of scores has a key of its own
     longest_runs = {
         (
-            run.keys[-1],
+            *(run.keys[-1], run.segments[:-1]),
             run.name if run.experiment.noise.has_common_noise else "",
             run.experiment.evaluate.model_dump_json() if run.experiment.evaluate.survey else "",
         ): run

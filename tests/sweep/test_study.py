@@ -707,17 +707,17 @@ def test_a_claim_is_not_run_where_none_of_its_cells_is(tmp_path, monkeypatch):
 def test_a_claim_is_not_resolved_by_the_cells_that_only_leaves(every_cell, tmp_path, monkeypatch):
     ahead(monkeypatch, lambda run: 0.1)
     given = two_sizes(claims=[CLAIM | {"every_cell": every_cell}])
-    asked = Study.from_dict(given, only={"size": ["few"]})
-    assert {cell.labels["size"] for cell in asked.cells} == {"few"}
-    (claim,) = played(asked, tmp_path / "only").summary["claims"]
+    whole = Study.from_dict(given, only={"size": ["few"]})
+    assert {cell.labels["size"] for cell in whole.cells} == {"few"}
+    (claim,) = played(whole, tmp_path / "only").summary["claims"]
     assert (claim["verdict"], claim["cells"], claim["holds"]) == ("not resolved", 2, 1)
     assert verdict_line(claim).endswith(", 1 cell without numbers")
     # a scale has the claims of its own cells, and the directory goes on with the rest
     given["scales"] = {"small": {"only": {"size": ["few"]}}}
     (claim,) = played(given, tmp_path / "scale").summary["claims"]
     assert (claim["verdict"], claim["cells"]) == ("holds", 1)
-    begun = Study.from_dict(yaml.safe_load(asked.to_yaml()), only={"size": ["many", "few"]})
-    assert len(begun.cells) == 4
+    resumed = Study.from_dict(yaml.safe_load(whole.to_yaml()), only={"size": ["many", "few"]})
+    assert len(resumed.cells) == 4
 
 
 def test_arms_that_are_the_same_bits_are_named(tmp_path):

@@ -69,7 +69,7 @@ class Synthetic(SizedData):
 
     @property
     def tests_clients(self) -> bool:
-        return False  # they are drawn apart
+        return False  # test rows are draws of their own
 
     def split(self, seed: int, root: Path | None) -> Split:
         generator = stream(seed, Purpose.PARTITION)

@@ -307,6 +307,10 @@ class Local(Schedule, WithServerState):
 
     stateful = overrides(next_state)  # whether clients keep a vector from one round to their next
 
+    @property
+    def accounted_with(self) -> tuple[str, ...]:
+        return ("local",) if self.stateful else ()
+
     def receive(self, mean: np.ndarray, state: State, facts: Facts) -> None:
         """Adds the mean update of a round, float64 [d], to the server's `state`, in place."""
 

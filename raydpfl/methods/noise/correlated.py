@@ -26,11 +26,14 @@ class CorrelatedGaussian(Gaussian):
     from; `fit_matrix` fills in those that are None, so that a resumed run cannot come to others.
     """
 
-    accounted_with = ("server",)  # C is fitted to it
     # whether what some rounds cost depends on how many follow
     horizon_dependent: ClassVar[bool] = True
     kind: str = ""
     placement: Literal["server"] = Field(default="server", description="who draws it")
+
+    @property
+    def accounted_with(self) -> tuple[str, ...]:
+        return ("server",)  # C is fitted to it
 
     @model_validator(mode="after")
     def _check_calibration(self) -> CorrelatedGaussian:

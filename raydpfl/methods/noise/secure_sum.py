@@ -58,7 +58,6 @@ class SecureSum(Sourced):
     `on_server`, whose noise is integers, counts steps.
     """
 
-    accounted_with = ("model",)  # the sensitivity depends on its parameters
     examples: ClassVar[Examples] = (
         {"multiplier": 1.0},
         {"epsilon": 8.0, "delta": 1e-5, "bits": 20, "rotation": False},
@@ -69,6 +68,10 @@ class SecureSum(Sourced):
     rotation: bool = Field(
         default=True, description="of updates, at random, so that no coordinate needs a wider sum"
     )
+
+    @property
+    def accounted_with(self) -> tuple[str, ...]:
+        return ("model",)  # the sensitivity depends on its parameters
 
     @model_validator(mode="after")
     def _check_integer_fields(self) -> Self:

@@ -21,9 +21,12 @@ class PrivacyAware(WithReplacement):
 
     examples = ({"cohort": 6}, {"cohort": 6, "scale": 0.01})
     kind: str = "privacy_aware"
-    accounted_with = ("model",)  # a cost grows with its parameters
     scale: float = Field(default=1.0, gt=0, le=1e15, description="eta: costs are eta d V_k")
     solver: Literal["exact", "cvxpy"] = Field(default="exact", description="cvxpy: the reference")
+
+    @property
+    def accounted_with(self) -> tuple[str, ...]:
+        return ("model",)  # a cost grows with its parameters
 
     def check(self, setting: Setting) -> None:
         if setting.epochs is not None:

@@ -59,7 +59,7 @@ class About(Section):
     same_bits: tuple[Any, ...] = ()
     claims: tuple[Any, ...] = ()  # see `raydpfl.sweep.study.claims`
     scale: Literal["smoke", "small", "paper"] | None = None  # of one that was begun
-    only: Mapping[str, Any] = {}  # labels of the cells of one that was begun, as --only says
+    only: Mapping[str, Any] = {}  # labels of its cells, as --only says
 
     @property
     def sign(self) -> int:
