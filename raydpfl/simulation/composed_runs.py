@@ -35,12 +35,6 @@ from raydpfl.simulation.resolution import resolve
 
 # the sections on which a run's releases depend, next to those that its members name
 ACCOUNTED = ("rounds", "data", "selection", "bounding", "noise", "weights", "privacy", "evaluate")
-# fields of data that say which rows there are, and whose each is; all others are of their looks
-_DIVISION = {
-    *("kind", "clients", "sizes", "partition", "client", "split_by", "test_fraction", "train"),
-    *("path", "text", "speaker", "apart", "samples", "u", "v", "iid"),
-    *("dimension", "rank", "variance", "optima", "heterogeneity", "a", "b"),
-}
 
 
 @dataclass(frozen=True)
@@ -252,7 +246,7 @@ def _digests(plan: Plan) -> dict[str, Any]:
 def _people(plan: Plan) -> Any:
     """The data by which rows are divided among clients."""
     data = plan.experiment.data
-    division = data.model_dump(mode="json", include=_DIVISION)
+    division = data.model_dump(mode="json", include=set(data.division))
     if _has_fixed_people(plan):
         return division, None, None
     seed = plan.experiment.seed if data.seed is None else data.seed

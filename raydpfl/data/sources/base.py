@@ -122,6 +122,8 @@ class Data(Member):
 
     added_fields: ClassVar[frozenset[str]] = frozenset({"task", "seed"})
     location: ClassVar[str] = "given by its class"  # see `located`
+    # fields that say which rows there are, and whose each is; others are of how rows look
+    division: ClassVar[frozenset[str]] = frozenset({"kind", "clients"})
 
     clients: int | None = Field(
         default=None, ge=1, le=10**9, description="N; None: as many as the data have"
@@ -230,6 +232,8 @@ class Data(Member):
 class SizedData(Data):
     """Data of which each client may hold another number of samples."""
 
+    division: ClassVar[frozenset[str]] = Data.division | {"sizes"}
+
     sizes: SerializeAsAny[Sizes] = Field(
         default=Balanced(), description="how many samples each client has"
     )
@@ -244,6 +248,8 @@ class InMemoryData(SizedData):
     """A data set in memory, its samples made columns by `features` if asked for, divided among
     clients by a partition.
     """
+
+    division: ClassVar[frozenset[str]] = SizedData.division | {"partition"}
 
     partition: SerializeAsAny[Partition] = Field(
         default=Iid(), description="which samples each client has"

@@ -24,6 +24,7 @@ class HuggingFaceData(Tabular):
 
     file_fields: ClassVar[frozenset[str]] = Tabular.file_fields | {"path"}
 
+    division: ClassVar[frozenset[str]] = Tabular.division | {"path"}
     kind: str = "hugging_face"
     location: ClassVar[str] = "your own folder, or its hub"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a data set

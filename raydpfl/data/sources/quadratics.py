@@ -31,6 +31,13 @@ class Quadratics(Data):
     `describe` has f(w*) as `optimum`.
     """
 
+    division: ClassVar[frozenset[str]] = Data.division | {
+        "dimension",
+        "rank",
+        "variance",
+        "optima",
+        "heterogeneity",
+    }
     kind: str = "quadratics"
     location: ClassVar[str] = "generated"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"clients": 6, "dimension": 7, "rank": 3},)
@@ -75,6 +82,7 @@ class ScalarQuadratics(Data):
     mean of all f_i, 1/N of the paper's f.
     """
 
+    division: ClassVar[frozenset[str]] = Data.division | {"a", "b"}
     kind: str = "scalar_quadratics"
     location: ClassVar[str] = "generated"
     task: SerializeAsAny[Task] = Field(default=Regression(), description="what is learnt")

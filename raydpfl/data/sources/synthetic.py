@@ -46,6 +46,7 @@ class Synthetic(SizedData):
     no numbers of samples: 1111 test rows of 10,000 are the tenth that Li et al. hold out.
     """
 
+    division: ClassVar[frozenset[str]] = SizedData.division | {"samples", "u", "v", "iid"}
     kind: str = "synthetic"
     location: ClassVar[str] = "generated"
     clients: int = Field(ge=1, le=10**9, description="N")

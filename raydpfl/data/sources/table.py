@@ -49,6 +49,13 @@ class Tabular(InMemoryData):
     `std`: public constants, for images scaled to [0, 1].
     """
 
+    division: ClassVar[frozenset[str]] = InMemoryData.division | {
+        "client",
+        "split_by",
+        "test_fraction",
+        "train",
+    }
+
     added_fields: ClassVar[frozenset[str]] = InMemoryData.added_fields | {
         "classes", "dtype", "split_by", "tokenizer", "vocabulary", "length",
     }  # fmt: skip

@@ -29,6 +29,14 @@ class Text(InMemoryData):
 
     file_fields: ClassVar[frozenset[str]] = frozenset({"path"})
 
+    division: ClassVar[frozenset[str]] = InMemoryData.division | {
+        "path",
+        "text",
+        "speaker",
+        "apart",
+        "client",
+        "test_fraction",
+    }
     kind: str = "text"
     location: ClassVar[str] = "your own file"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()  # it needs a file
